@@ -35,7 +35,6 @@ HELD_BYTES = 64 * 1024
 """Part of a body that waits in the proxy: most bodies are whole by then, and a thousand connections hold 64 MiB."""
 GAP_RETRY_S = 5
 """When clients may try again while no replica runs: short against the start of a target, long against a refusal."""
-_LOST = "the replica that had this request is gone and has answered nothing; send it again"
 _OF_SERVE = "/-/"
 _STEERING = (
     b"x-request-timeout-seconds",
@@ -81,19 +80,8 @@ class Front:
         async def receive_held() -> AsgiMessage:
             return held.pop(0) if held else await receive()
 
-        is_lost = False
-
         async def send_to_reader(message: AsgiMessage) -> None:
-            nonlocal is_lost
-            if (
-                message["type"] == "http.response.start"
-                and is_of_serve(message)
-                and not scope["path"].startswith(_OF_SERVE)
-            ):
-                is_lost = True
-                await _refuse(send, HTTPException(503, _LOST, {"Retry-After": "1"}), "incomplete")
-            elif not is_lost:
-                await send_in_time(send, message, self._write_s, scope.get("client"))
+            await send_in_time(send, message, self._write_s, scope.get("client"))
 
         await self._app(scope, receive_held, send_to_reader)
 
@@ -116,12 +104,6 @@ class Front:
         return held
 
 
-def is_of_serve(start: AsgiMessage) -> bool:
-    """Whether an answer that begins so is Serve's own plain text, for a replica that is gone or takes nothing, and not ours."""
-    kinds = [value for name, value in start.get("headers", ()) if name.lower() == b"content-type"]
-    return start["status"] >= 500 and not any(kind.startswith(b"application/json") for kind in kinds)
-
-
 def checked_headers(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
     """The headers that go on to Serve, which reads the request's id as text. Raises: HTTPException 400."""
     for name, value in headers:
@@ -132,11 +114,11 @@ def checked_headers(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, byt
     ]
 
 
-async def _refuse(send: AsgiSend, error: HTTPException, code: str = "no_replica") -> None:
+async def _refuse(send: AsgiSend, error: HTTPException) -> None:
     is_ours = error.status_code >= 500
     fault = {
         "message": error.detail, "type": "server_error" if is_ours else "invalid_request_error", "param": None,
-        "code": code if is_ours else None,
+        "code": "no_replica" if is_ours else None,
     }  # fmt: skip
     body = json.dumps({"error": fault}).encode()
     headers = [
