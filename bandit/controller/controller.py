@@ -339,7 +339,8 @@ class Controller:
             raise ValueError(f"arm must be one of {', '.join(a.name for a in self._arms)}, got {arm!r}")
         view = self._view(now, context)
         (decision,) = self._emit(price_order(view, bucket, template, self._state, context), view, now, context)
-        facts: dict[str, Any] = {**decision.context, "time_limit_s": self._config.job_time_limit_s}
+        # whoever orders a burst wants it read whole, paid or not
+        facts: dict[str, Any] = {**decision.context, "time_limit_s": self._config.job_time_limit_s, "plan": None}
         decision = msgspec.structs.replace(decision, policy="operator", context=facts)
         self._state.remember(decision)
         return decision

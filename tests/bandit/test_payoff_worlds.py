@@ -8,6 +8,7 @@ from paceline.bandit.replay.grid import named_cells
 from paceline.bandit.replay.simulate import simulate
 from paceline.bootstrap import MIN_REQUESTS, UNSCORED_REQUESTS
 from paceline.config import PolicyConfig
+from paceline.contracts import burst_plan
 from tests.helpers.world import FIRST, World
 
 LENGTHS = {"a": 2.46, "b": 2.79, "c": 1.4}
@@ -153,3 +154,10 @@ def test_drafting_that_was_turned_off_is_trained_for_when_that_would_make_it_pay
 def test_where_nothing_pays_at_most_one_percent_is_spent(cell, seed):
     run = simulate(named_cells()[cell], "payoff", {}, seed)
     assert run.net_share > -0.0105
+
+
+def test_a_burst_that_an_operator_orders_is_read_whole_whether_it_pays_or_not():
+    w = _world(lambda t: {"a": 0.5, "b": 0.5})
+    w.run(300)
+    assert not w.of("train"), "it would not pay"
+    assert burst_plan(w.controller.train_now("a", "full", w.clock.now())) is None
