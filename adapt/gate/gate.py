@@ -88,6 +88,10 @@ def score_version(
     )
 
 
+def _log_ratio(learner: RequestScore, incumbent: RequestScore) -> float:
+    return math.log(learner.acceptance_length / incumbent.acceptance_length)
+
+
 class Evidence(msgspec.Struct):
     """What the requests of a learner say of it against the incumbent; encodable, so that the next burst goes on with it.
 
@@ -103,7 +107,7 @@ class Evidence(msgspec.Struct):
 
     def add(self, learner: RequestScore, incumbent: RequestScore, *, min_gain: float) -> None:
         """Enter a request of the class. min_gain: relative rise of tokens per round that a swap costs, > -1."""
-        self.test.add(math.log(learner.acceptance_length / incumbent.acceptance_length), min_gain)
+        self.test.add(_log_ratio(learner, incumbent), min_gain)
         self.own = _newest(self.own, learner, incumbent, self.test.num_requests)
 
     def add_other(self, bucket: str, learner: RequestScore, incumbent: RequestScore) -> None:
@@ -115,7 +119,7 @@ class Evidence(msgspec.Struct):
     @property
     def log_ratios(self) -> list[float]:
         """Log of the learner's tokens per round over the incumbent's, of the newest requests of the class."""
-        return [math.log(learner.acceptance_length / incumbent.acceptance_length) for learner, incumbent in self.own]
+        return [_log_ratio(learner, incumbent) for learner, incumbent in self.own]
 
     def finding(self, min_gain: float) -> Finding:
         """What is sure now. BETTER also asks for a mean gain of the newest requests above min_gain."""

@@ -1,5 +1,4 @@
-"""Burst: a learner reads new requests for a few seconds, each scored before it is learned, until it surely gains too little or
-the rest would not pay.
+"""Burst: a learner reads new requests for a few seconds, each scored before it is learned, as long as that may pay.
 
 Requests are scored a few side by side, which costs little more than one: a request's score is that of the learner as it was
 up to SCORED_TOGETHER - 1 requests before, never after. Whatever ends the burst, what it learned and knows is kept.
@@ -68,8 +67,7 @@ class Burst:
         return self._learner.evidence
 
     def run(self, fresh: Sequence[RequestTrace], rehearsal: Sequence[RequestTrace]) -> Iterator[int]:
-        """Read until the text ends, the gain is surely too small, the rest would not pay or a stop is asked for; yields the requests
-        read, step by step.
+        """Read until the text ends, the rest would not pay or a stop is asked for; yields the requests read, step by step.
 
         One that surely gains reads on: what it would gain on the rest of the text that was paid for would be harder to prove
         behind a version of its own.

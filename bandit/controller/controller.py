@@ -30,7 +30,7 @@ from paceline.bandit.policies.pricing import PricedJob, price_jobs, recall_rates
 from paceline.bandit.policies.table import POLICIES, Choice, View, is_self_funded, make_policy
 from paceline.bandit.policies.view import hold
 from paceline.config import PolicyConfig
-from paceline.contracts import ArmSpec, Decision, FeedbackSums, LedgerEntry, TrainResult
+from paceline.contracts import ArmSpec, BurstPlan, Decision, FeedbackSums, LedgerEntry, TrainResult
 from paceline.errors import ConfigError
 from paceline.machine import Clock
 
@@ -175,11 +175,12 @@ class Controller:
     ) -> Decision:
         state, belief = self._state, view.beliefs[job.bucket]
         expected_s = job.cost.training_s + job.cost.shadow_s
-        limit, min_gain, plan = min(self._config.job_time_limit_s, BURST_MARGIN * expected_s), 0.0, {}
+        limit, min_gain, plan = min(self._config.job_time_limit_s, BURST_MARGIN * expected_s), 0.0, None
         if is_self_funded(state.policy):
             min_gain = swap_gain(belief, self._config.hysteresis * job.cost.staging_s, job.left_s)
             rise = (job.length_after - belief.length) / belief.length
-            plan = {"plan": {"seconds": expected_s, "rise": rise, "pay_rise": job.pay_rise}}
+            pay_rise = swap_gain(belief, job.cost.total_s + job.recall_s, job.left_s + job.return_s)
+            plan = BurstPlan(seconds=expected_s, rise=rise, pay_rise=pay_rise)
             busy = sum(b.busy for b in view.beliefs.values() if b.is_active)
             price = self._config.trainer_price
             after = price * job.cost.shadow_s + job.cost.staging_s
@@ -193,7 +194,7 @@ class Controller:
                 "base_version": context.version_of(job.bucket),
                 "time_limit_s": limit,
                 "min_gain": min_gain,
-                **plan,
+                "plan": msgspec.to_builtins(plan),
                 "headroom": job.headroom,
                 "share": job.share,
                 "length_after": job.length_after,

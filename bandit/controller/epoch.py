@@ -29,11 +29,9 @@ def close_epoch(state: ControllerState, now: float, context: HostContext, bank_i
     weight = epoch_weight(num_requests, now - start)
     total_load = sum(seen.load(Group.ADAPTIVE) for seen in state.latest.values())
     if total_load > 0:  # a quiet service says nothing about the height of the load when there is one
-        before = total_load if state.total_load is None else state.total_load
-        state.total_load = before + STEADY * weight * (total_load - before)
+        state.total_load = _steadied(state.total_load, total_load, weight)
     if served_s > 0 and now > start:
-        busy = served_s / (now - start)
-        state.busy = busy if state.busy is None else state.busy + STEADY * weight * (busy - state.busy)
+        state.busy = _steadied(state.busy, served_s / (now - start), weight)
     num_seen = int(bool(state.meters))  # the load of a bucket that joins others grows from 0, as theirs falls
     for name in sorted(set(state.meters) | set(state.latest)):
         meter = state.meters.setdefault(name, BucketMeter(num_epochs=num_seen))
@@ -65,6 +63,11 @@ def close_epoch(state: ControllerState, now: float, context: HostContext, bank_i
     state.rows_written = written
     state.epoch_start = now
     return alarms
+
+
+def _steadied(before: float | None, value: float, weight: float) -> float:
+    """The mean over a few minutes behind an epoch of such a weight; None = there was none."""
+    return value if before is None else before + STEADY * weight * (value - before)
 
 
 def _has_drifted(state: ControllerState, seen: BucketObservation, start: float) -> bool:

@@ -47,8 +47,6 @@ class PricedJob(msgspec.Struct, frozen=True, kw_only=True):
     cost: JobCost
     left_s: float = 0.0
     """Seconds of this regime for which the new version is expected to serve the bucket."""
-    pay_rise: float = 1.0
-    """Relative rise of the acceptance length at which the saving covers the cost."""
     return_s: float = 0.0
     """Seconds of later regimes, at today's load, for which the bucket is expected to be served."""
     known_gain: float = 0.0
@@ -154,7 +152,6 @@ def price_jobs(
                         saving_s=saving,
                         cost=cost,
                         left_s=left,
-                        pay_rise=swap_gain(belief, cost.total_s + left * recall_rate, left + returns),
                         return_s=returns,
                         known_gain=known,
                         recall_s=left * recall_rate,

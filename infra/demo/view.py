@@ -62,17 +62,17 @@ class Lines:
     """What a log gets instead of the frame: a line now and then, and each decision that acts."""
 
     def __init__(self, console: Console) -> None:
-        self._console, self._said_s, self._phase, self._num_acted = console, -LINE_S, "", 0
+        self._console, self._said_s, self._phase, self._told = console, -LINE_S, "", -1
 
     def say(
         self, *, phase: str, bucket: str, elapsed_s: float, total_s: float, answers: list[Answer], state: Snapshot
     ) -> None:
         """Print what is new; takes what `render` does."""
         at = f"{elapsed_s:3.0f} of {total_s:.0f} s"
-        acted = [d for d in state.decisions if d.action != "hold"]
-        for d in acted[self._num_acted :]:
-            self._print(f"{at}  {d.action} {d.bucket}: {d.reason}")
-        self._num_acted = len(acted)
+        for d in state.decisions:
+            if d.action != "hold" and d.decision_id > self._told:
+                self._print(f"{at}  {d.action} {d.bucket}: {d.reason}")
+                self._told = d.decision_id
         if phase == self._phase and elapsed_s < self._said_s + LINE_S:
             return
         self._phase, self._said_s = phase, elapsed_s

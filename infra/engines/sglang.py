@@ -1,5 +1,6 @@
-"""SGLang as an engine with one drafter, driven over HTTP from outside; see docs/api/sglang.md for what it is asked and where that
-is written.
+"""SGLang as an engine with one drafter, driven over HTTP from outside.
+
+What it is asked, and where that is written: docs/api/sglang.md.
 """
 
 from __future__ import annotations
@@ -196,9 +197,8 @@ class SglangEngine:
 
     def _update_of(self, staged: Staged, label: str | None) -> dict[str, Any]:
         """The request that loads a version and, with them, has the label of later tokens changed."""
-        payload = pickle.dumps(
-            list(self._read(staged).items()), protocol=4
-        )  # whole tensors: it may be another computer's
+        # whole tensors, no handles of memory: it may run on another computer
+        payload = pickle.dumps(list(self._read(staged).items()), protocol=4)
         entry = base64.b64encode(payload).decode("ascii")
         return {
             "serialized_named_tensors": [entry] * self._num_ranks, "selector": "draft", "flush_cache": False,
