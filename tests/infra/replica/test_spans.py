@@ -74,6 +74,7 @@ def test_a_request_is_one_trace_that_goes_on_behind_the_callers_and_holds_no_tex
         answer = ask(base, top_p=0.9).json()
         ended_s = time.time()
         found = collector.trace(TRACE, 5)
+        wait_until(lambda: sum(spans.counters().values()) >= 5)  # counted once the collector's answer is read
         counts = spans.counters()
     spans.close()
     http, engine, *rest = found
