@@ -41,6 +41,10 @@ class StorageHangsError(PacelineError):
     """A folder or object store does not answer; what needs it is done when it does."""
 
 
+class EngineAwayError(PacelineError):
+    """An engine that others run does not answer, or not to this key: no fault of what it was asked to load."""
+
+
 class EngineStoppedError(PacelineError):
     """The engine is shutting down or has failed; the request was not completed."""
 

@@ -194,15 +194,17 @@ class _Release:
     """(H,), the learned mask vector."""
 
 
-def export_drafter(options: ExportDrafterOptions) -> Exported:
+def export_drafter(options: ExportDrafterOptions, *, registry: str | None = None) -> Exported:
     """Write the folder of a drafter for another engine.
+
+    registry: where the version is, a folder or a store's URL; None: it is looked for below `data_dir`.
 
     Raises: DrafterMismatchError when the drafter is not this target's or the format has no place for it; ConfigError and
     ManifestError when there is no such drafter, or `out` cannot be made.
     """
     with open_folder(options.out) as part:
         path = resolve_model(options.target)
-        source, target = _find(options, path)
+        source, target = _find(options, path, registry)
         around = _Around(
             path=path, name=options.target_name or path.name, settings=open_checkpoint(path).config().get_text_config(),
             tap_layers=tuple(target.tap_layers or ()), head_weight=target.head_weight.detach().cpu(), format=options.format,
@@ -226,13 +228,13 @@ def export_drafter(options: ExportDrafterOptions) -> Exported:
 
 
 # ---- the drafter
-def _find(options: ExportDrafterOptions, model: Path) -> tuple[_Source, TargetHandle]:
+def _find(options: ExportDrafterOptions, model: Path, place: str | None) -> tuple[_Source, TargetHandle]:
     """The drafter that the options name, and its target; raises as export_drafter."""
     name, folder = options.version, Path(options.version).expanduser()
     if re.fullmatch(r"[0-9a-f]{12}", name) and not folder.is_dir():
         folders = [home / REGISTRY for home in all_homes(options.data_dir)]
         registry = DrafterRegistry(
-            next((f for f in folders if (f / "manifests" / f"{name}.json").is_file()), folders[-1])
+            place or next((f for f in folders if (f / "manifests" / f"{name}.json").is_file()), folders[-1])
         )
         manifest = registry.get_manifest(name)
         config = {**manifest.config, "drafter_type": manifest.drafter_type, "target_version": manifest.target_version}
@@ -240,17 +242,17 @@ def _find(options: ExportDrafterOptions, model: Path) -> tuple[_Source, TargetHa
         _check_target(config, target)
         state = registry.load_state(name)
         return _Source(name=name, config=config, state=state, origin=_lineage(registry, name)), target
-    place = resolve_drafter(name, options.target)
-    if place is None:
+    found = resolve_drafter(name, options.target)
+    if found is None:
         raise ConfigError(f"version must be a drafter with weights, got {name!r}; export {_EXPORTED}")
-    target = _target(model, {"tap_layers": wanted_tap_layers(place)})
-    config, state = read_drafter_files(place, target)
+    target = _target(model, {"tap_layers": wanted_tap_layers(found)})
+    config, state = read_drafter_files(found, target)
     _check_target(config, target)
     is_ours = name in BUNDLED_DRAFTERS or name == "bundled"
     origin = (
         "It comes with Paceline and is under its licence, Apache-2.0." if is_ours else "Its licence is its source's."
     )
-    return _Source(name=place.name, config=config, state=state, origin=origin, folder=place), target
+    return _Source(name=found.name, config=config, state=state, origin=origin, folder=found), target
 
 
 def _target(model: Path, config: Mapping[str, Any]) -> TargetHandle:

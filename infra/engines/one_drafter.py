@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from paceline.adapt.versions.export_drafter import ExportDrafterOptions, export_drafter
 from paceline.contracts import DesiredState, EngineFacts, Group, TrafficClasses, window_name
-from paceline.errors import DrafterMismatchError, PacelineError
+from paceline.errors import ConfigError, DrafterMismatchError, EngineAwayError, PacelineError
 from paceline.infra.engines.windows import served_now
 from paceline.machine import Clock
 
@@ -22,10 +22,6 @@ log = logging.getLogger(__name__)
 _TICK_S = 0.5
 _KEPT_FOLDERS = 8
 """Exported versions that stay on the disk, so that a recall need not export again."""
-
-
-class EngineAwayError(PacelineError):
-    """The engine does not answer: no fault of a version."""
 
 
 class Staged(NamedTuple):
@@ -78,8 +74,8 @@ class OneDrafterDriver:
     """Where exported versions lie; this replica's own."""
     target: str
     """Folder of the target."""
-    data_dir: Path
-    """Of the service, whose registry has the versions."""
+    registry: str
+    """Where the service's versions are: a folder or a store's URL."""
     clock: Clock
     _desired: DesiredState | None = None
     _live: str = ""
@@ -104,7 +100,13 @@ class OneDrafterDriver:
                 return 0.0
             staged = None if version == self._loaded else self._staged[version]
             self._loaded, self._label = "", ("", "")  # what a call that fails or takes too long leaves is not known
-            pause_ms = self.engine.publish(staged, version, group)
+            try:
+                pause_ms = self.engine.publish(staged, version, group)
+            except DrafterMismatchError as e:
+                self._failures[version] = str(e)
+                raise
+            except ConfigError as e:  # another key or release than when it was attached
+                raise EngineAwayError(str(e)) from e
             self._loaded, self._label = version, (group, version)
             return pause_ms
 
@@ -123,7 +125,7 @@ class OneDrafterDriver:
             try:
                 self.follow_window()
                 said = ""
-            except PacelineError as e:
+            except (PacelineError, OSError) as e:
                 if str(e) != said:
                     log.warning("the drafter of this window is not served: %s", said := str(e))
             except Exception:  # a thread that ends would leave one drafter for ever
@@ -142,15 +144,17 @@ class OneDrafterDriver:
             return
         name = window_name(self.replica_id, self.clock.now(), self.facts.window_s)
         group, version = served_now(desired, rows, name)
-        if version not in self._staged and version == desired.first_version:
-            self.stage(version)
+        if version not in self._staged | self._failures and version == desired.first_version:
+            try:
+                self.stage(version)
+            except DrafterMismatchError as e:  # the engine was started with another one
+                self._failures[version] = str(e)
+                log.error("the first drafter cannot be compared with: %s", e)
         if version not in self._staged or version in self._failures:  # the class's own is not here yet, or was refused
             group, version = Group.ADAPTIVE, self._live
-        try:
-            self._serve(group, version)
-        except DrafterMismatchError as e:
-            self._failures[version] = str(e)
-            raise
+        if version in self._failures:  # reported; another one is published
+            return
+        self._serve(group, version)
 
     # ---- EngineDriver
     @property
@@ -171,9 +175,8 @@ class OneDrafterDriver:
                 shutil.rmtree(folder)
             folder.parent.mkdir(parents=True, exist_ok=True)
             export_drafter(
-                ExportDrafterOptions(
-                    version=version, format=self.facts.kind, out=folder, target=self.target, data_dir=self.data_dir
-                )
+                ExportDrafterOptions(version=version, format=self.facts.kind, out=folder, target=self.target),
+                registry=self.registry,
             )
             self.engine.check(folder)
             file = folder / "model.safetensors"

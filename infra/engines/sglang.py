@@ -20,13 +20,14 @@ import httpx
 import torch
 
 from paceline.contracts import EngineFacts
-from paceline.errors import ConfigError, DrafterMismatchError, PacelineError
+from paceline.errors import ConfigError, DrafterMismatchError, EngineAwayError, PacelineError
 from paceline.infra.engines.agent import start_agent
-from paceline.infra.engines.one_drafter import EngineAwayError, Looked, OneDrafterDriver, Staged
+from paceline.infra.engines.one_drafter import Looked, OneDrafterDriver, Staged
 from paceline.infra.engines.sglang_rows import (
     Loads,
     RecordTail,
     bucket_of,
+    is_ours,
     label_of,
     label_of_request,
     rounds_of,
@@ -37,6 +38,7 @@ from paceline.infra.engines.windows import RecentRows
 from paceline.infra.replica.feedback import FeedbackPublisher
 from paceline.infra.state.redis_clients import Keys, producer_client
 from paceline.infra.state.redis_clock import RedisClock
+from paceline.machine import Clock
 from paceline.paths import model_version
 
 log = logging.getLogger(__name__)
@@ -124,13 +126,20 @@ class SglangEngine:
     """OneDrafterEngine of a running SGLang."""
 
     def __init__(
-        self, server: SglangServer, info: dict[str, Any], publisher: FeedbackPublisher, *, max_stale_tokens: int
+        self,
+        server: SglangServer,
+        info: dict[str, Any],
+        publisher: FeedbackPublisher,
+        *,
+        max_stale_tokens: int,
+        clock: Clock,
     ) -> None:
-        """info: its `/server_info`, which `facts_of` was content with. Raises: EngineAwayError, ConfigError."""
-        self._server, self._publisher, self._max_stale_tokens = server, publisher, max_stale_tokens
+        """info: its `/server_info`, which `facts_of` was content with. clock: that rounds are told by; its computer's may be
+        another. Raises: EngineAwayError, ConfigError."""
+        self._server, self._publisher, self._max_stale_tokens, self._clock = server, publisher, max_stale_tokens, clock
         self._folder, self._num_ranks = Path(info["speculative_draft_model_path"]), int(info.get("tp_size") or 1)
         self._tail = RecordTail(Path(info["export_metrics_to_file_dir"]))
-        self._recent, self._loads = RecentRows(), Loads()
+        self._recent, self._loads, self._ahead_s = RecentRows(), Loads(), 0.0
         self._is_training = self._has_switched = False
         self._label = ("", "")
         own = self._folder / _WEIGHTS
@@ -153,8 +162,8 @@ class SglangEngine:
         else:
             self._resume()
             log.warning("an exchange of drafters in SGLang at %s was left open and is ended now", self._server.url)
-        self._label = label_of(str(self._server.get("/model_info").get("weight_version", "")))
-        self._has_switched = self._label != ("", "")
+        name = str(self._server.get("/model_info").get("weight_version", ""))
+        self._label, self._has_switched = label_of(name), is_ours(name)
         self._loaded = None if self._has_switched else self._first
         if self._loaded is not None:
             self._checksums[self._loaded.sha256] = self._checksum()
@@ -191,8 +200,16 @@ class SglangEngine:
         finally:
             self._resume()
         pause_ms = 1e3 * (time.perf_counter() - began)
-        before, self._loaded, self._label, self._has_switched = self._loaded, staged, (group, version), True
-        self._compare(staged, before)
+        before, self._loaded, self._has_switched = self._loaded, staged, True
+        try:
+            self._compare(staged, before)
+        except DrafterMismatchError:  # later tokens are not that version's
+            self._server.post(
+                "/update_weight_version", {"new_version": weight_version("", ""), "abort_all_requests": False}
+            )
+            self._label = ("", "")
+            raise
+        self._label = (group, version)
         return pause_ms
 
     def _update_of(self, staged: Staged, label: str | None) -> dict[str, Any]:
@@ -246,6 +263,7 @@ class SglangEngine:
         is_kept = before is not None and before.sha256 != staged.sha256 and found == self._checksums.get(before.sha256)
         if found == known and not is_kept:
             return
+        self._loaded = before if is_kept else None
         if is_kept:
             del self._checksums[staged.sha256]
         raise DrafterMismatchError(
@@ -255,14 +273,15 @@ class SglangEngine:
 
     # ---- rows
     def look(self) -> Looked:
-        label = label_of(str(self._server.get("/model_info").get("weight_version", "")))
-        if label == ("", "") and self._label != label:  # it was started again
+        name = str(self._server.get("/model_info").get("weight_version", ""))
+        if self._has_switched and not is_ours(name):  # it was started again
             self._loaded, self._has_switched = self._first, False
-        self._label = label
+        self._label = label_of(name)
         loads = self._server.get("/v1/loads", include="core")
         try:
             at = datetime.fromisoformat(loads["timestamp"]).timestamp()
             self._loads.add(at, sum(int(load["num_running_reqs"]) for load in loads["loads"]))
+            self._ahead_s = at - self._clock.now()
         except (KeyError, TypeError, ValueError) as e:
             raise ConfigError(
                 f"SGLang at {self._server.url} must be of a release with GET /v1/loads as 0.5.23 has it: {e!r}"
@@ -282,7 +301,9 @@ class SglangEngine:
     def _record(self, record: dict[str, Any]) -> None:
         label = label_of_request(record, self._max_stale_tokens, has_switched=self._has_switched)
         bucket = self._recent.bucket(bucket_of(record))
-        rows = rounds_of(record, bucket=bucket, label=label, loads=self._loads, is_training=self._is_training)
+        rows = rounds_of(
+            record, bucket=bucket, label=label, loads=self._loads, is_training=self._is_training, ahead_s=self._ahead_s
+        )
         if rows is not None:
             self._recent.add(bucket, rows.num_rows, time.monotonic())
             self._publisher.record_rounds(rows)
@@ -298,7 +319,7 @@ class SglangReplica:
     """A running SGLang as a replica of a service: its agent, here."""
 
     def __init__(
-        self, url: str, *, key: str | None, redis_url: str, service: str, home: Path, data_dir: Path, target: Path,
+        self, url: str, *, key: str | None, redis_url: str, service: str, home: Path, registry: str, target: Path,
         target_version: str, window_s: float, max_stale_tokens: int, taken: Collection[Path] = (),
     ) -> None:  # fmt: skip
         """Ask it what it is.
@@ -328,13 +349,11 @@ class SglangReplica:
         clock, keys = RedisClock(), Keys(service)
         with producer_client(redis_url) as client:
             clock.try_to_look(client)
-        self._publisher = FeedbackPublisher(
-            redis_url, keys, replica_id=self.replica_id, target_version=target_version, clock=clock
-        )
-        self._engine = SglangEngine(self._server, info, self._publisher, max_stale_tokens=max_stale_tokens)
+        self._publisher = FeedbackPublisher(redis_url, keys, replica_id=self.replica_id, target_version=target_version)
+        self._engine = SglangEngine(self._server, info, self._publisher, max_stale_tokens=max_stale_tokens, clock=clock)
         self._driver = OneDrafterDriver(
             engine=self._engine, facts=self.facts, replica_id=self.replica_id, folder=home / "sglang" / self.replica_id,
-            target=str(target), data_dir=data_dir, clock=clock,
+            target=str(target), registry=registry, clock=clock,
         )  # fmt: skip
         self._start = lambda: start_agent(
             self._driver, redis_url, keys, replica_id=self.replica_id, feedback=self._engine, clock=clock

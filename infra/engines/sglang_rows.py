@@ -34,6 +34,11 @@ def label_of(name: str) -> tuple[str, str]:
     return (parts[1], parts[2]) if len(parts) == 3 and parts[0] == _LABEL_PREFIX else ("", "")
 
 
+def is_ours(name: str) -> bool:
+    """Whether a `weight_version` was set by an agent since the engine's start."""
+    return name.startswith(f"{_LABEL_PREFIX}/")
+
+
 class RecordTail:
     """Records that were written since it was made."""
 
@@ -46,11 +51,16 @@ class RecordTail:
     def read(self) -> list[dict[str, Any]]:
         """The records since the latest call, of whole lines. Raises: OSError where the folder is gone."""
         out: list[dict[str, Any]] = []
+        if not self._folder.is_dir():
+            raise FileNotFoundError(f"{self._folder} must be a folder")
         for path in sorted(self._folder.glob(PATTERN)):
             begin = self._read_to.get(path, 0)
-            with path.open("rb") as file:
-                file.seek(begin)
-                data = file.read()
+            try:
+                with path.open("rb") as file:
+                    file.seek(begin)
+                    data = file.read()
+            except FileNotFoundError:  # somebody tidied up meanwhile
+                continue
             whole = data.rfind(b"\n") + 1
             self._read_to[path] = begin + whole
             for line in data[:whole].splitlines():
@@ -114,10 +124,17 @@ def label_of_request(record: dict[str, Any], max_stale_tokens: int, *, has_switc
 
 
 def rounds_of(
-    record: dict[str, Any], *, bucket: str, label: tuple[str, str], loads: Loads, is_training: bool
+    record: dict[str, Any],
+    *,
+    bucket: str,
+    label: tuple[str, str],
+    loads: Loads,
+    is_training: bool,
+    ahead_s: float = 0.0,
 ) -> RoundStats | None:
     """The rounds of a request; None of one without any, or whose times are unknown.
 
+    ahead_s: what the engine's clock is ahead of the one that rounds are told by.
     Raises: KeyError, TypeError, ValueError where the record is none of SGLang's.
     """
     num_rounds = int(record.get("spec_verify_ct", 0))
@@ -147,5 +164,5 @@ def rounds_of(
         num_draft_tokens=[int(record["spec_num_proposed_drafts"]) // n] * n, num_accepted_tokens=accepted,
         num_emitted_tokens=emitted, batch_size=[max(1, round(batch))] * n, draft_ms=[0.0] * n, verify_ms=[share_ms] * n,
         share_ms=[share_ms] * n, is_training=[is_training] * n,
-        ts=[end - decode_s + (i + 1) * step_s for i in range(n)],
+        ts=[end - ahead_s - decode_s + (i + 1) * step_s for i in range(n)],
     )  # fmt: skip

@@ -18,7 +18,7 @@ import redis
 from redis.exceptions import RedisError
 
 from paceline.contracts import DesiredState, EngineFacts, ReplicaReport, TrafficClasses
-from paceline.errors import PacelineError, StorageHangsError
+from paceline.errors import EngineAwayError, PacelineError, StorageHangsError
 from paceline.infra.controller.jobs import read_lease
 from paceline.infra.controller.store import Deeds
 from paceline.infra.state.desired import read_classes, read_desired, write_report
@@ -47,7 +47,10 @@ class Drafters(Protocol):
         """
 
     def publish(self, version: str) -> float:
-        """Pin new requests to the staged version from a round boundary on; the pause of the engine thread in ms."""
+        """Pin new requests to the staged version from a round boundary on; the pause of the engine thread in ms.
+
+        Raises: EngineAwayError where the engine does not answer, as all calls of an engine may: it is tried again.
+        """
 
     def set_canary(self, version: str, percent: int, bucket: str) -> None:
         """Let a staged version serve that percentage of adaptive requests, of one class or ('') of those without a version
@@ -188,9 +191,12 @@ class ReplicaWatcher:
         if self._breaker.succeeded():
             logger.info("redis is back; watching the desired state again")
         if is_training != self.is_training:
-            self.is_training = is_training
-            if self._followers is not None:
-                self._followers.training_changed(is_training)
+            try:
+                if self._followers is not None:
+                    self._followers.training_changed(is_training)
+                self.is_training = is_training
+            except EngineAwayError as e:
+                logger.warning("the engine is told later whether training runs: %s", e)
         changed = desired is not None and self._follow(desired)
         if self.desired is not None:
             changed |= self._follow_routes(self.desired.class_versions)
@@ -224,9 +230,9 @@ class ReplicaWatcher:
                     self._has_loaded = True  # the next one soon, after a report
                     self._tried.add(version)
                     return True
-            except StorageHangsError as e:
-                logger.warning("drafter %s is loaded when the registry answers: %s", version, e)
-                break  # the others lie there too
+            except (StorageHangsError, EngineAwayError) as e:
+                logger.warning("drafter %s is loaded when registry and engine answer: %s", version, e)
+                break  # so do the others
             except (PacelineError, OSError, ValueError, RuntimeError) as e:
                 refused[version] = str(e)
                 logger.error("drafter of a class refused version=%s reason=%s", version, e)
@@ -271,7 +277,8 @@ class ReplicaWatcher:
         return True
 
     def _swap(self, desired: DesiredState) -> bool:
-        if not self._retry_stage:
+        is_first = not self._retry_stage
+        if is_first:
             self.staging_s = 0.0
         self._retry_stage, started = False, time.perf_counter()
         before, num_swaps = (self.version, self.canary_version), self.num_swaps
@@ -294,6 +301,11 @@ class ReplicaWatcher:
                 if desired.canary_version != self.canary_version and not self._staged(desired.canary_version):
                     return False
                 self._try_out(*wanted)
+        except EngineAwayError as e:
+            level = logging.WARNING if is_first else logging.DEBUG
+            logger.log(level, "drafter %s is published when the engine answers: %s", desired.version, e)
+            self._retry_stage = True
+            return False
         except (PacelineError, OSError, ValueError, RuntimeError) as e:
             self.failed_gen, self.failed_reason = desired.gen, str(e)
             logger.error("drafter refused gen=%d version=%s reason=%s", desired.gen, desired.version, e)
@@ -323,8 +335,8 @@ class ReplicaWatcher:
         started = time.perf_counter()
         try:
             is_staged = not version or self._drafters.stage(version)
-        except StorageHangsError as e:  # no fault of the version
-            logger.warning("drafter %s is staged when the registry answers: %s", version, e)
+        except (StorageHangsError, EngineAwayError) as e:  # no fault of the version
+            logger.warning("drafter %s is staged when registry and engine answer: %s", version, e)
             is_staged = False
         if not is_staged:
             self._retry_stage = True

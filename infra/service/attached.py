@@ -12,7 +12,6 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,10 +23,9 @@ from paceline.adapt.families.target_handle import load_target_handle
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.config import AttachOptions, ServiceConfig
 from paceline.contracts import EngineFacts
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, EngineAwayError, PacelineError
 from paceline.infra.controller.actor import stop_controller
 from paceline.infra.controller.snapshot import state_json
-from paceline.infra.engines.one_drafter import EngineAwayError
 from paceline.infra.engines.sglang import SglangReplica
 from paceline.infra.service.parts import ControllerSupervisor, controller_spec, drafter_taps
 from paceline.infra.service.stores import StorePaths
@@ -138,19 +136,19 @@ class SglangReplicas:
                 try:
                     if self._reach(url):
                         missing.remove(url)
-                except PacelineError as e:  # it may be started again, with what it needs
-                    if said.get(url) != str(e):
-                        log.error("%s", e)
-                    said[url] = str(e)
+                except Exception as e:  # it may be started again, with what it needs; the thread is for the others, too
+                    if said.get(url) != repr(e):
+                        log.error("%s", e, exc_info=not isinstance(e, PacelineError))
+                    said[url] = repr(e)
 
     def _reach(self, url: str) -> bool:
         """Whether the SGLang answered, and has its agent now."""
-        config, options = self._config, self._options
+        config, options, paths = self._config, self._options, StorePaths.of(self._config)
         assert config.redis_url is not None
         try:
             replica = SglangReplica(
                 url, key=options.engine_key, redis_url=config.redis_url, service=config.model_name,
-                home=StorePaths.of(config).home, data_dir=Path(config.data_dir), target=resolve_model(config.model),
+                home=paths.home, registry=paths.registry, target=resolve_model(config.model),
                 target_version=self._first.target_version, window_s=options.window_s, max_stale_tokens=options.max_stale_tokens,
                 taken={other.records for other in self._replicas},
             )  # fmt: skip

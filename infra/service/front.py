@@ -35,6 +35,8 @@ HELD_BYTES = 64 * 1024
 """Part of a body that waits in the proxy: most bodies are whole by then, and a thousand connections hold 64 MiB."""
 GAP_RETRY_S = 5
 """When clients may try again while no replica runs: short against the start of a target, long against a refusal."""
+LOST_RETRY_S = 1
+"""When clients may try again whose replica was lost: the others take requests at once."""
 _OF_SERVE = "/-/"
 _STEERING = (
     b"x-request-timeout-seconds",
@@ -77,13 +79,30 @@ class Front:
         if held is None:  # the client is gone
             return
 
+        has_begun = is_gone = False
+
         async def receive_held() -> AsgiMessage:
-            return held.pop(0) if held else await receive()
+            nonlocal is_gone
+            message = held.pop(0) if held else await receive()
+            is_gone = is_gone or message["type"] == "http.disconnect"
+            return message
 
         async def send_to_reader(message: AsgiMessage) -> None:
+            nonlocal has_begun
+            has_begun = True
             await send_in_time(send, message, self._write_s, scope.get("client"))
 
-        await self._app(scope, receive_held, send_to_reader)
+        try:
+            await self._app(scope, receive_held, send_to_reader)
+        except Exception as e:
+            if has_begun or is_gone:  # the answer breaks off, or nobody waits for one
+                raise
+            log.warning("a request ended without an answer: %r", e)
+        if not has_begun and not is_gone:  # Serve says nothing where a replica is lost, and uvicorn a plain 500
+            lost = HTTPException(
+                503, "the replica of this request is lost; try again", {"Retry-After": str(LOST_RETRY_S)}
+            )
+            await _refuse(send, lost, "replica_lost")
 
     async def _held(self, scope: AsgiScope, receive: AsgiReceive) -> list[AsgiMessage] | None:
         """The body's first messages: all of it, or HELD_BYTES. Raises: HTTPException 408 when they do not come in time."""
@@ -114,11 +133,12 @@ def checked_headers(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, byt
     ]
 
 
-async def _refuse(send: AsgiSend, error: HTTPException) -> None:
+async def _refuse(send: AsgiSend, error: HTTPException, code: str = "no_replica") -> None:
+    """code: of an error that is the service's own."""
     is_ours = error.status_code >= 500
     fault = {
         "message": error.detail, "type": "server_error" if is_ours else "invalid_request_error", "param": None,
-        "code": "no_replica" if is_ours else None,
+        "code": code if is_ours else None,
     }  # fmt: skip
     body = json.dumps({"error": fault}).encode()
     headers = [

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from paceline.errors import DrafterMismatchError
-from paceline.infra.engines.one_drafter import EngineAwayError, Looked, Staged
+from paceline.errors import DrafterMismatchError, EngineAwayError
+from paceline.infra.engines.one_drafter import Looked, Staged
 from paceline.serving.drafters.released_fields import MASK_FILE
 
 CALL_TIMEOUT_S = 60.0

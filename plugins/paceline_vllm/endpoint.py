@@ -69,7 +69,7 @@ class PacelineEndpoint:
         )  # fmt: skip
         driver = OneDrafterDriver(
             engine=engine, facts=facts, replica_id=settings.replica_id, folder=settings.home / "vllm" / settings.replica_id,
-            target=config.model_config.model, data_dir=Path(settings.data_dir), clock=clock,
+            target=config.model_config.model, registry=str(settings.registry), clock=clock,
         )  # fmt: skip
         self._watcher = await asyncio.to_thread(
             start_agent, driver, settings.redis_url, Keys(settings.service), replica_id=settings.replica_id,

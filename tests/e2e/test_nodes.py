@@ -127,9 +127,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         config = tiny_config(
             folder, NAME, data_dir="~/paceline", store_url=f"file://{folder}/store", redis_url=redis.url,
             engine=EngineConfig(max_running=8, max_waiting=16, kv_bytes=8 * 2**20, num_threads=1),
-            policy=PolicyConfig(policy="payoff", epoch_s=2.0, min_rows=64, holdback_percent=0, job_time_limit_s=6.0),
+            policy=PolicyConfig(policy="payoff", epoch_s=2.0, min_rows=64, holdback_percent=0, job_time_limit_s=60.0),
             trace=TraceConfig(flush_interval_s=0.5, shard_rows=128),
-            trainer_resources=TrainerResources(num_cpus=0, resources={"train_slot": 1}),
+            trainer_resources=TrainerResources(num_cpus=0, resources={"train_slot": 1}, start_timeout_s=RESTART_S),
         )  # fmt: skip
         nodes = Nodes(folder / "homes", num_cpus=0)
         stack.callback(nodes.cluster.shutdown)
@@ -162,7 +162,7 @@ def test_nodes_without_a_shared_folder_learn_from_each_others_traffic(site: Site
         wait_for(lambda: site.post("train", bucket="load", arm="head").is_success, "an epoch with traffic of the class")
         assert wait_for(lambda: site.nodes.where(TRAINER), "a training process", RESTART_S) == ["tr"]
         outcomes = wait_for(lambda: site.outcomes(), "the end of the job", RESTART_S)
-        assert set(outcomes) <= {"accepted", "rejected"}, outcomes
+        assert set(outcomes) <= {"accepted", "rejected"}, fresh_state(site.url)["decisions"]
         site.publish(7)
     site.check_books(load.answers, num_before, before)
     assert site.entries() > before, "the job's costs"

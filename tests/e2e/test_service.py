@@ -643,6 +643,7 @@ def test_requests_of_a_killed_replica_break_off_visibly_and_the_rest_succeed(pla
         answer.check_explicit()
     broken = [a for a in answers if not a.looks_complete]
     assert 0 < len(broken) <= 24  # at most what the replica held, not everything sent meanwhile
+    assert {a.status for a in answers} <= {200, 503}
     assert victim not in place.replicas()
     place.wait_version(place.others[0])  # also the new one, which began with the first drafter
     later = ask_all(place.url, 16)

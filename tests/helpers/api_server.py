@@ -31,7 +31,7 @@ from tests.helpers.scripted_drafters import RepeatDrafter
 TOKENIZER = tiny_tokenizer(300)
 
 
-def wait_until(condition: Callable[[], Any], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], Any], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "condition did not come true in time"

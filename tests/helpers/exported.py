@@ -17,7 +17,7 @@ from paceline.serving.loading.released import wanted_tap_layers
 class Drafters:
     """Drafters of the bundled target: `first`, which SGLang was started with, `other` of the same network, and a broken one."""
 
-    data_dir: Path
+    registry: str
     home: Path
     target: Path
     target_version: str
@@ -45,6 +45,6 @@ def make_drafters(root: Path, service: str) -> Drafters:
     served = root / "served"
     export_drafter(ExportDrafterOptions(version=first, format="sglang", out=served, data_dir=root))
     return Drafters(
-        data_dir=root, home=home, target=bundled("target"), target_version=target.version, served=served, first=first,
+        registry=str(home / REGISTRY), home=home, target=bundled("target"), target_version=target.version, served=served, first=first,
         other=other, broken=broken,
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from pathlib import Path
 
 
@@ -24,5 +25,6 @@ class Hanging:
             path.unlink()
             with contextlib.suppress(FileNotFoundError):
                 path.with_suffix(".aside").rename(path)
+        time.sleep(0.2)  # who found the file before it went may open it yet, and would wait for ever without an end
         for end in ends:
             os.close(end)

@@ -72,7 +72,7 @@ def train_node():
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_ray_worker_carries_out_the_order(train_node, tmp_path):
-    result = train_node.get(launch_training(JOB, threads=1, **places(tmp_path)), timeout=120)
+    result = train_node.get(launch_training(JOB, threads=1, **places(tmp_path)), timeout=280)
     assert result.status == "failed" and "config.json" in result.reason
 
 
@@ -85,7 +85,7 @@ def test_ray_gives_the_task_what_the_configuration_asks_for(train_node):
         return train_node.get_runtime_context().get_assigned_resources(), os.environ["OMP_NUM_THREADS"]
 
     asked = task_options(TrainerResources(num_cpus=1, num_gpus=1, resources={"train_slot": 1}), threads=2)
-    given, threads = train_node.get(train_node.remote(assigned).options(**asked).remote(), timeout=120)
+    given, threads = train_node.get(train_node.remote(assigned).options(**asked).remote(), timeout=280)
     assert given == {"CPU": 1.0, "GPU": 1.0, "train_slot": 1.0} and threads == "2"
 
 
@@ -97,7 +97,7 @@ def test_a_task_waits_where_no_node_has_what_it_asks_for(train_node):
         return train_node.remote(max_retries=0)(lambda: "ran").options(**asked).remote()
 
     waiting = [start(train_slot=2), start(other_slot=1)]
-    assert train_node.get(start(train_slot=1), timeout=120) == "ran"
+    assert train_node.get(start(train_slot=1), timeout=280) == "ran"
     assert train_node.wait(waiting, num_returns=1, timeout=1.0) == ([], waiting)
     for ref in waiting:
         train_node.cancel(ref, force=True)
@@ -109,7 +109,7 @@ def test_a_task_waits_where_no_node_has_what_it_asks_for(train_node):
 def test_a_gpu_that_torch_does_not_see_ends_the_job_with_the_fix(train_node, tmp_path):
     wanted = TrainerResources(num_gpus=1, resources={"train_slot": 1})
     options = {**places(tmp_path), "target": "bundled"}
-    result = train_node.get(launch_training(JOB, resources=wanted, **options), timeout=120)
+    result = train_node.get(launch_training(JOB, resources=wanted, **options), timeout=280)
     assert result.status == "failed" and "set trainer_resources.num_gpus to 0" in result.reason
 
 

@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from paceline.contracts import DesiredState, EngineFacts, Group, window_name
-from paceline.errors import DrafterMismatchError
-from paceline.infra.engines.one_drafter import EngineAwayError, Looked, OneDrafterDriver
+from paceline.errors import ConfigError, DrafterMismatchError, EngineAwayError
+from paceline.infra.engines.one_drafter import Looked, OneDrafterDriver
 from paceline.infra.engines.windows import served_now
 from paceline.machine import ManualClock
 
@@ -18,15 +18,18 @@ class Engine:
 
     def __init__(self) -> None:
         self.label, self.calls, self.refused, self.is_away = ("", ""), [], set(), False
-        self.is_training = False
+        self.is_training, self.checked, self.odd = False, [], None
 
     def check(self, folder) -> None:
+        self.checked.append(folder.name)
         if folder.name in self.refused:
             raise DrafterMismatchError(f"{folder.name} does not fit")
 
     def publish(self, staged, version, group) -> float:
         if version in self.refused:
             raise DrafterMismatchError(f"{version} was refused")
+        if self.odd is not None:
+            raise self.odd
         self.calls.append((version, group, staged is not None))
         self.label = (group, version)
         return 0.0 if staged is None else 12.0
@@ -53,7 +56,7 @@ def driver(engine, drafters, tmp_path):
     )  # fmt: skip
     return OneDrafterDriver(
         engine=engine, facts=facts, replica_id="r", folder=tmp_path / "exported", target=str(drafters.target),
-        data_dir=drafters.data_dir, clock=ManualClock(),
+        registry=drafters.registry, clock=ManualClock(),
     )  # fmt: skip
 
 
@@ -121,3 +124,38 @@ def test_an_engine_that_lost_its_version_gets_it_again(driver, engine, drafters)
     driver.follow_window()
     assert engine.calls == [(drafters.other, "adaptive", True)] * 2
     assert driver.versions() == {"draft": drafters.other}
+
+
+def test_a_live_version_that_is_refused_is_asked_for_once(driver, engine, drafters):
+    engine.refused.add(drafters.other)
+    engine.check = lambda folder: None  # refused by its weights alone
+    with pytest.raises(DrafterMismatchError):
+        go_live(driver, drafters, drafters.other)
+    assert "was refused" in driver.failures()[drafters.other] and driver.live_version == ""
+    go_live(driver, drafters, drafters.first)
+    engine.label, engine.refused = ("", ""), {drafters.first}
+    with pytest.raises(DrafterMismatchError):
+        driver.follow_window()
+    engine.refused.clear()
+    driver.follow_window()
+    assert engine.calls == [(drafters.first, "adaptive", True)], "it is reported, and what to do is the controller's"
+
+
+def test_a_first_drafter_that_does_not_fit_is_written_once_and_the_live_one_serves(driver, engine, drafters):
+    engine.refused.add(drafters.first)
+    go_live(driver, drafters, drafters.other, holdback_percent=100)
+    for _ in range(3):
+        driver.follow_window()
+    assert engine.checked == [drafters.other, drafters.first]
+    assert engine.label == (Group.ADAPTIVE, drafters.other)
+    assert "does not fit" in driver.failures()[drafters.first]
+
+
+@pytest.mark.parametrize("odd", [EngineAwayError("away"), ConfigError("another key")])
+def test_an_engine_that_does_not_take_a_version_now_is_away(driver, engine, drafters, odd):
+    engine.odd = odd
+    with pytest.raises(EngineAwayError):
+        go_live(driver, drafters, drafters.other)
+    assert driver.failures() == {}
+    engine.odd = None
+    assert driver.publish(drafters.other) == 12.0

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import time
 
 import msgspec
 import pytest
@@ -9,12 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from paceline.contracts import ASKED_GROUP, DesiredState, FeedbackBatch, Group, decode
-from paceline.errors import ConfigError, DrafterMismatchError
-from paceline.infra.engines.one_drafter import EngineAwayError, Staged
+from paceline.errors import ConfigError, DrafterMismatchError, EngineAwayError
+from paceline.infra.engines.one_drafter import Staged
 from paceline.infra.engines.sglang import SglangEngine, SglangReplica, SglangServer, facts_of
 from paceline.infra.engines.sglang_rows import label_of, weight_version
 from paceline.infra.state.desired import commit_desired, ensure_first_version, read_reports
 from paceline.infra.state.redis_clients import patient_client
+from paceline.machine import ManualClock, SystemClock
 from tests.helpers.sglang_server import VOCABULARY, SglangDouble
 
 PUBLICATION = [
@@ -44,7 +46,9 @@ def double(tmp_path, drafters):
 
 def engine_of(double, **kwargs) -> SglangEngine:
     server = SglangServer(double.url, double.key)
-    return SglangEngine(server, server.get("/server_info"), Sink(), max_stale_tokens=64, **kwargs)
+    return SglangEngine(
+        server, server.get("/server_info"), Sink(), max_stale_tokens=64, **{"clock": SystemClock(), **kwargs}
+    )
 
 
 @pytest.fixture
@@ -169,10 +173,29 @@ def test_a_refused_load_brings_back_what_was_there_and_goes_on(double, engine, d
 
 
 def test_weights_that_it_passes_over_are_found_out(double, engine, drafters, tmp_path):
+    engine.publish(exported(tmp_path / "before", drafters, lambda t: t["lm_head.weight"].mul_(2)), "bbbb", "adaptive")
     double.is_deaf = True
-    with pytest.raises(DrafterMismatchError, match="its checksum is that of the drafter before it"):
-        engine.publish(exported(tmp_path / "v", drafters), "vvvv", "adaptive")
-    assert not double.is_paused
+    passed_over = exported(tmp_path / "v", drafters)
+    for _ in range(2):
+        with pytest.raises(DrafterMismatchError, match="its checksum is that of the drafter before it"):
+            engine.publish(passed_over, "vvvv", "adaptive")
+        assert not double.is_paused
+        assert engine.look().label == label_of(double.weight_version) == ("", ""), "later tokens are nobody's evidence"
+    double.is_deaf = False
+    engine.publish(passed_over, "vvvv", "adaptive")
+    assert holds(double, passed_over)
+
+
+def test_an_agent_that_starts_after_a_failed_exchange_does_not_take_it_for_the_first_drafter(double, engine, drafters, tmp_path):  # fmt: skip
+    engine.publish(exported(tmp_path / "before", drafters), "bbbb", "adaptive")
+    double.is_deaf = True
+    with pytest.raises(DrafterMismatchError):
+        engine.publish(exported(tmp_path / "v", drafters, lambda t: t["lm_head.weight"].mul_(2)), "vvvv", "adaptive")
+    later = engine_of(double)
+    assert later.look().label == ("", "")
+    double.is_deaf = False
+    assert later.publish(later._first, drafters.first, "adaptive") > 0
+    assert holds(double, later._first)
 
 
 def test_a_version_must_hash_as_it_did_the_last_time(double, engine, drafters, tmp_path):
@@ -237,12 +260,23 @@ def test_rows_of_ended_requests_are_published_with_their_labels(double, engine):
     assert looked.label == ("adaptive", "vvvv")
 
 
+def test_rounds_are_told_by_the_clock_of_the_service(double):
+    clock = ManualClock(1000.0)
+    engine = engine_of(double, clock=clock)
+    double.weight_version = weight_version("adaptive", "vvvv")
+    engine.look()
+    double.finish("r", [2, 0], at=time.time() - 5.0)
+    engine.look()
+    (rows,) = engine._publisher.rows
+    assert rows.ts == pytest.approx([994.5, 995.0], abs=0.3)
+
+
 # ---- a replica
 @contextlib.contextmanager
 def running(double, redis_url, keys, drafters, **kwargs):
     values = {"window_s": 5.0, "max_stale_tokens": 64, **kwargs}
     replica = SglangReplica(
-        double.url, key=None, redis_url=redis_url, service=keys.model, home=drafters.home, data_dir=drafters.data_dir,
+        double.url, key=None, redis_url=redis_url, service=keys.model, home=drafters.home, registry=drafters.registry,
         target=drafters.target, target_version=drafters.target_version, **values,
     ).start()  # fmt: skip
     try:

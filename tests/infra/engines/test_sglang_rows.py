@@ -128,3 +128,16 @@ def test_the_tail_reads_each_whole_line_once_and_none_from_before(double):
     assert [r["id"] for r in tail.read()] == ["half", "next hour"]
     assert tail.read() == []
     assert tail.num_unreadable == 1
+
+
+def test_a_file_that_was_tidied_up_takes_no_other_along(double, tmp_path, monkeypatch):
+    tail = RecordTail(double.records)
+    record = double.finish("r", [1], versions=(NEW,))
+    gone = double.records / "sglang-request-metrics-19990101_00.log"  # found, and deleted before it is read
+    monkeypatch.setattr(type(double.records), "glob", lambda self, pattern: iter([*self.iterdir(), gone]))
+    assert tail.read() == [record]
+    for path in double.records.iterdir():
+        path.unlink()
+    double.records.rmdir()
+    with pytest.raises(FileNotFoundError):
+        tail.read()

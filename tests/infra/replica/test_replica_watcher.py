@@ -7,7 +7,7 @@ import pytest
 
 from paceline.adapt.data.storage_calls import StorageCalls
 from paceline.contracts import DesiredState, TrafficClasses, encode
-from paceline.errors import DrafterMismatchError
+from paceline.errors import DrafterMismatchError, EngineAwayError
 from paceline.infra.controller.jobs import Lease
 from paceline.infra.replica.span_target import SpanTarget
 from paceline.infra.replica.watcher import ReplicaWatcher
@@ -34,6 +34,8 @@ class Slots:
     routes: dict[str, str] = field(default_factory=dict)
     room: int = 2
     loaded: list[str] = field(default_factory=list)
+    is_away: bool = False
+    """As an engine that others run may be."""
 
     def set_canary(self, version: str, percent: int, bucket: str) -> None:
         assert not version or self.staged == version
@@ -45,7 +47,12 @@ class Slots:
     def missing(self) -> list[str]:
         return sorted({*self.routes.values()} - {*self.loaded})
 
+    def check_is_there(self) -> None:
+        if self.is_away:
+            raise EngineAwayError("the engine must answer")
+
     def load(self, version: str) -> bool:
+        self.check_is_there()
         self.calls.append(version)
         if version in self.bad:
             raise DrafterMismatchError(f"drafter {version} weights must be finite")
@@ -69,6 +76,7 @@ class Slots:
 
     def publish(self, version: str) -> float:
         assert self.staged == version
+        self.check_is_there()
         self.live_version = version
         return 0.25
 
@@ -490,3 +498,27 @@ def test_a_record_of_a_service_without_versions_of_classes_is_read(shared_redis,
     w = watcher(shared_redis.url, keys, slots)
     w.reconcile()
     assert (w.gen, slots.routes, w.desired.version_of("math")) == (1, {}, "v1")
+
+
+def test_a_version_is_not_refused_because_the_engine_is_away(shared_redis, client, keys, seeded):
+    slots = Slots()
+    w = watcher(shared_redis.url, keys, slots)
+    assert w.reconcile()
+    want(client, keys, "v2")
+    slots.is_away = True
+    for _ in range(3):
+        assert w.reconcile()
+        assert (w.failed_gen, w.version, slots.live_version) == (None, "v1", "v1")
+    slots.is_away = False
+    assert w.reconcile()
+    (report,) = read_reports(client, keys)
+    assert (report.failed_gen, report.version, report.gen) == (None, "v2", 2)
+
+
+def test_the_version_of_a_class_is_loaded_when_the_engine_is_back(shared_redis, client, keys, seeded):
+    slots = Slots(is_away=True)
+    w = watcher(shared_redis.url, keys, slots)
+    commit_desired(client, keys, lambda d: msgspec.structs.replace(d, gen=d.gen + 1, class_versions={"code": "v3"}))
+    assert w.reconcile() and (slots.loaded, w.report().refused) == ([], {})
+    slots.is_away = False
+    assert w.reconcile() and slots.loaded == ["v3"]

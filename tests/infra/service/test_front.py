@@ -1,0 +1,91 @@
+"""The front over real HTTP: an application that says nothing ends in a refusal, and what it says goes through as it is."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from paceline.infra.service.front import LOST_RETRY_S, Front
+from paceline.machine import free_port
+
+START = {"type": "http.response.start", "status": 503, "headers": [(b"content-type", b"text/plain")]}
+
+
+@contextmanager
+def served(app: Any) -> Iterator[str]:
+    """The address of a front before an application."""
+    server = uvicorn.Server(
+        uvicorn.Config(Front(app), port=(port := free_port()), log_level="critical", lifespan="off")
+    )
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join(10.0)
+
+
+async def says_nothing(scope, receive, send):
+    await receive()
+
+
+async def fails(scope, receive, send):
+    raise RuntimeError("ActorDiedError")
+
+
+async def breaks_off(scope, receive, send):
+    await send({**START, "status": 200})
+    await send({"type": "http.response.body", "body": b"a part", "more_body": True})
+    raise RuntimeError("ActorDiedError")
+
+
+async def refuses(scope, receive, send):
+    await send(START)
+    await send({"type": "http.response.body", "body": b"mine"})
+
+
+@pytest.mark.parametrize("app", [says_nothing, fails])
+@pytest.mark.parametrize("body", [None, b"{}", b"x" * 200_000])
+def test_a_request_whose_replica_is_lost_is_refused_with_a_time_to_try_again(app, body):
+    with served(app) as url, httpx.Client(timeout=20) as client:
+        for _ in range(2):
+            answer = client.post(url, content=body)
+            assert answer.status_code == 503 and answer.headers["retry-after"] == str(LOST_RETRY_S)
+            assert answer.headers["content-type"] == "application/json"
+            error = answer.json()["error"]
+            assert (error["type"], error["code"]) == ("server_error", "replica_lost") and "try again" in error[
+                "message"
+            ]
+
+
+def test_an_answer_that_has_begun_breaks_off_and_one_of_the_application_stays_as_it_is():
+    with served(breaks_off) as url, pytest.raises(httpx.RemoteProtocolError):
+        httpx.get(url, timeout=20)
+    with served(refuses) as url:
+        answer = httpx.get(url, timeout=20)
+    assert (answer.status_code, answer.text, "retry-after" in answer.headers) == (503, "mine", False)
+
+
+def test_nothing_is_said_to_a_client_that_is_gone():
+    sent: list[dict[str, Any]] = []
+
+    async def gone() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    async def keep(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "path": "/", "headers": []}
+    asyncio.run(Front(says_nothing)(scope, gone, keep))
+    assert sent == []
