@@ -42,7 +42,8 @@ from paceline.bench.engine.arms import run_group
 from paceline.bench.replay.plan import Task, Variant
 from paceline.bench.replay.run import RUNS_FILE, Row, read_finished, row_of
 from paceline.config import EngineConfig
-from paceline.contracts import Group, TrainJob, TrainResult
+from paceline.contracts import Group, TrainJob, TrainResult, decode
+from paceline.contracts import encode as encode_record
 from paceline.paths import resolve_drafter, write_atomic
 from paceline.serving.loading.families import read_drafter_files
 from paceline.serving.sampling.request import SamplingParams
@@ -214,7 +215,7 @@ class LiveOutcomes:
         rehearsal = [s for b in self.labels if b != order.bucket for s in self._seen(b, order.step)]
         chain = (base, order.bucket, order.arm.parameters)
         previous = self._chains.get(chain) or self._makers.get(base, "")
-        facts = [base, order.bucket, msgspec.to_builtins(order.arm), len(shards), len(rehearsal), round(order.time_limit_s), round(order.min_gain, 3), previous, self.service.text_id]  # fmt: skip
+        facts = [base, order.bucket, msgspec.to_builtins(order.arm), len(shards), len(rehearsal), round(order.time_limit_s), round(order.min_gain, 3), msgspec.to_builtins(order.plan), previous, self.service.text_id]  # fmt: skip
         job_id = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
         result = self._result(job_id, order, base, shards, rehearsal, previous)
         self._chains[chain] = job_id
@@ -235,9 +236,9 @@ class LiveOutcomes:
         self, job_id: str, order: TrainOrder, base: str, shards: list[str], rehearsal: list[str], previous: str
     ) -> TrainResult:
         """The burst `job_id`, which goes on from the learner as `previous` left it; computed once for all policies."""
-        path = self.service.cache / "jobs" / f"{job_id}.json"
+        path = self.service.cache / "jobs" / f"{job_id}.msgpack"  # JSON has no -inf, the bound of one request
         if path.is_file():
-            return msgspec.json.decode(path.read_bytes(), type=TrainResult)
+            return decode(path.read_bytes(), TrainResult)
         self.service.say(f"training {order.arm.name} on {order.arm.num_rows} rows of {order.bucket}")
         job = TrainJob(
             job_id=job_id,
@@ -250,6 +251,7 @@ class LiveOutcomes:
             seed=int(job_id[:6], 16),
             time_limit_s=order.time_limit_s,
             min_gain=order.min_gain,
+            plan=order.plan,
         )
         states = self.service.cache / "learners"
         shutil.rmtree(states / job_id, ignore_errors=True)  # of a replay that was killed
@@ -263,7 +265,7 @@ class LiveOutcomes:
             shadow=ShadowConfig(num_nodes=NUM_NODES),
             learners=LearnerStore(states / job_id),
         )
-        write_atomic(path, msgspec.json.encode(result))
+        write_atomic(path, encode_record(result))
         return result
 
 

@@ -10,6 +10,7 @@ from paceline.bench.replay.live import LiveConfig, run_live
 from paceline.bench.replay.off_policy import METHODS, Variant, run_live_check
 from paceline.bench.replay.plan import variants
 from paceline.bench.replay.run import RUNS_FILE
+from paceline.contracts import TrainResult, decode
 
 TINY = LiveConfig(num_requests=40, max_new_tokens=24, num_scored=8, phase_s=40.0)
 QUIET = Console(quiet=True)
@@ -22,7 +23,7 @@ def cache(tmp_path_factory):
 
 
 def kept_jobs(cache):
-    return [json.loads(p.read_text()) for p in (cache / "jobs").iterdir()]
+    return [decode(p.read_bytes(), TrainResult) for p in (cache / "jobs").iterdir()]
 
 
 @pytest.mark.slow
@@ -34,17 +35,17 @@ def test_jobs_are_real_and_kept(cache):
     assert scenarios[0]["orders"] == [["tools", "math", "tools", "facts"]]
     assert any("acceptance length by exact replay" in n for n in notes)
     jobs = kept_jobs(cache)
-    assert jobs and sum(j["train_s"] for j in jobs) > 0
-    if not any(j["status"] in ("stopped",) for j in jobs):  # the last job may outlast the replay
-        assert always["spent"]["training"] <= sum(j["train_s"] + j["shadow_s"] for j in jobs) + 1e-6
+    assert jobs and sum(j.train_s for j in jobs) > 0
+    if not any(j.status in ("stopped",) for j in jobs):  # the last job may outlast the replay
+        assert always["spent"]["training"] <= sum(j.train_s + j.shadow_s for j in jobs) + 1e-6
     scores = [json.loads(p.read_text())["acceptance_length"] for p in (cache / "scores").iterdir()]
     assert len(scores) >= 3 and all(1.0 <= s < 10.0 for s in scores)
     # a replay whose rows are lost takes texts, jobs and scores from the folder and gives the same figures
     (cache / RUNS_FILE).unlink()
-    written = {p: p.stat().st_mtime_ns for p in cache.rglob("*.json")}
+    written = {p: p.stat().st_mtime_ns for p in [*cache.rglob("*.json"), *cache.rglob("*.msgpack")]}
     again, _, _ = run_live(chosen, config=TINY, num_orders=1, data=None, cache=cache, console=QUIET)
     assert again == rows
-    assert {p: p.stat().st_mtime_ns for p in cache.rglob("*.json")} == written
+    assert {p: p.stat().st_mtime_ns for p in [*cache.rglob("*.json"), *cache.rglob("*.msgpack")]} == written
 
 
 @pytest.mark.slow
@@ -56,4 +57,4 @@ def test_a_live_check_compares_estimates_with_what_replays_train_and_keep(cache)
     assert found["num_logs"] == 2 and found["covers_log"][1] == 2
     assert np.isfinite([found[name]["rmse"] for name in METHODS]).all()
     assert {p: p.stat().st_mtime_ns for p in before} == before, "a job that was kept is not trained again"
-    assert sum(job["train_s"] for job in kept_jobs(cache)) > 0
+    assert sum(job.train_s for job in kept_jobs(cache)) > 0
