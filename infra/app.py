@@ -37,6 +37,7 @@ from paceline.config import (
     most_replicas,
     override,
     to_dict,
+    with_absolute_paths,
     with_environment,
 )
 from paceline.errors import ConfigError, PacelineError
@@ -175,7 +176,7 @@ def run_service(config: ServiceConfig, *, check: Callable[[], None] = lambda: No
     """
     resolve_model(config.model)
     resolve_drafter(config.drafter, config.model)
-    config = with_environment(config)
+    config = with_absolute_paths(with_environment(config))
     Tokens.of(config)  # files that cannot be used are refused before anything starts
     SpanTarget.of(config)  # and so is an exporter that is not installed
     http_options(config)
@@ -554,7 +555,7 @@ def attach_forever(config: ServiceConfig, console: Console, options: AttachOptio
         wait_for_engine,
     )
 
-    config = with_environment(config)
+    config = with_absolute_paths(with_environment(config))
     if config.redis_url is None:
         raise ConfigError("redis_url (--redis-url, PACELINE_REDIS_URL) must name the Redis of the engines")
     keep_private()

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from paceline.contracts import SPAN_S
 from paceline.errors import ConfigError
 from paceline.names import LABEL_RULE, MODEL_RULE, ROUTE_RULE, TOKEN_RULE, is_label, is_model_name, is_route, is_token
-from paceline.paths import DATA_DIR, TEXT_DRAFTERS, default_drafter, default_mix
+from paceline.paths import BUNDLED_DRAFTERS, DATA_DIR, MODEL_NAMES, TEXT_DRAFTERS, default_drafter, default_mix
 from paceline.records import DEVICES, DRAFTERS, DTYPES, MODELS, Setting, build, record, require
 
 C = TypeVar("C")
@@ -550,6 +550,20 @@ def with_environment(config: ServiceConfig) -> ServiceConfig:
     Raises: ConfigError when such a file cannot be read.
     """
     return override(config, {name: getattr(config, name) or _from_outside(var) for name, var in VARIABLES.items()})
+
+
+def with_absolute_paths(config: ServiceConfig) -> ServiceConfig:
+    """`config` whose relative paths are those of this process: processes of a running cluster work in other folders.
+
+    `~` stays, which is another folder on each computer.
+    """
+    found = {name: getattr(config, name) for name in ("data_dir", "token_file", "tls_cert", "tls_key")}
+    if config.model not in MODEL_NAMES:
+        found["model"] = config.model
+    if config.drafter not in ("none", "bundled", *BUNDLED_DRAFTERS, *TEXT_DRAFTERS):
+        found["drafter"] = config.drafter
+    is_given = {name: value for name, value in found.items() if value and not str(value).startswith("~")}
+    return override(config, {name: str(Path(value).absolute()) for name, value in is_given.items()})
 
 
 def _from_outside(variable: str) -> str | None:

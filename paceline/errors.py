@@ -45,6 +45,10 @@ class EngineAwayError(PacelineError):
     """An engine that others run does not answer, or not to this key: no fault of what it was asked to load."""
 
 
+class RankError(PacelineError):
+    """The ranks of a split target no longer do the same work: the process must be started again."""
+
+
 class EngineStoppedError(PacelineError):
     """The engine is shutting down or has failed; the request was not completed."""
 

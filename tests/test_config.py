@@ -14,6 +14,7 @@ from paceline.config import (
     load_config,
     override,
     to_dict,
+    with_absolute_paths,
 )
 from paceline.errors import ConfigError
 from paceline.records import build
@@ -133,3 +134,20 @@ def test_a_mix_without_a_drafter_to_mix_with_is_refused_with_what_to_give_instea
     assert ServeOptions(changes={"drafter": mix}).service().drafter == mix
     with pytest.raises(ConfigError, match=f"mix must be none with drafter none .*give drafter {mix}.*, got '{mix}'"):
         ServeOptions(changes={"drafter": "none", "engine.tree.mix": mix}).service()
+
+
+def test_relative_paths_become_those_of_this_process_and_names_stay(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = ServiceConfig(model="m", drafter="d/e", data_dir="data", token_file="t.yaml")
+    found = with_absolute_paths(given)
+    assert (found.model, found.drafter) == (str(tmp_path / "m"), str(tmp_path / "d/e"))
+    assert (found.data_dir, found.token_file, found.tls_cert) == (
+        str(tmp_path / "data"),
+        str(tmp_path / "t.yaml"),
+        None,
+    )
+    for config in (
+        ServiceConfig(),
+        ServiceConfig(drafter="lookup", data_dir="~/x", token_file=str(tmp_path / "t.yaml")),
+    ):
+        assert with_absolute_paths(config) == config

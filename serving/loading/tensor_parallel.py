@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import multiprocessing.connection
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,7 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, RankError
 from paceline.machine import free_port
 from paceline.serving.loading.target import read_target
 from paceline.serving.target_model.graph_capture import CudaGraphs, EagerGraphs, Graph, GraphBackend
@@ -43,6 +45,8 @@ logger = logging.getLogger(__name__)
 _TIMEOUT = timedelta(minutes=10)
 """For joining, for one collective and for one capture; between orders a rank may wait for ever."""
 
+LOST_RANK_EXIT = 70
+"""Exit code of a process whose other ranks are gone (sysexits' EX_SOFTWARE)."""
 _NUM_KEPT = 4096
 """Orders kept in the store; the ranks meet in every forward, so none lags behind by so many."""
 
@@ -119,11 +123,18 @@ class Leader:
         return _SharedGraphs(backend, self)
 
     def program_of(self, run: Callable[[], None]) -> list[Step]:
-        """Run some work and return what of it the others had to do."""
+        """Run some work and return what of it the others had to do.
+
+        Raises: what the work raises; RankError where others were in its midst.
+        """
         program: list[Step] = []
         self._program = program
         try:
             run()
+        except Exception as e:
+            if program:  # they wait in a collective for what does not come
+                raise RankError(f"rank 0 failed within a step that all ranks take: {e}; start the service again") from e
+            raise
         finally:
             self._program = None
         return program
@@ -135,8 +146,14 @@ class Leader:
         return self._num_shared - 1
 
     def check_capture(self) -> None:
-        """Raise RuntimeError when another rank could not capture the latest graph."""
-        for rank, trouble in enumerate(self._orders.answers(self._num_ranks), 1):
+        """Raise RuntimeError when another rank could not capture the latest graph, RankError when one says nothing of it."""
+        try:
+            answers = self._orders.answers(self._num_ranks)
+        except (RuntimeError, dist.DistStoreError) as e:
+            raise RankError(
+                f"a rank says nothing of a graph that it was to capture: {e}; start the service again"
+            ) from e
+        for rank, trouble in enumerate(answers, 1):
             if trouble:
                 raise RuntimeError(f"rank {rank}: {trouble}")
 
@@ -198,9 +215,11 @@ class _SharedGraphs:
         if not program:  # drafting, cuts: rank 0's alone
             return self._backend.capture(run)
         number = self._leader.start_capture(program)
-        with self._leader.known():
-            graph = self._backend.capture(run)
-        self._leader.check_capture()
+        try:
+            with self._leader.known():
+                graph = self._backend.capture(run)
+        finally:  # whatever became of this rank's, the others are behind theirs before the next order
+            self._leader.check_capture()
         return _SharedGraph(graph, self._leader, number)
 
 
@@ -400,10 +419,21 @@ class Ranks:
     """The processes of ranks 1 and up, and the leader of rank 0."""
 
     def __init__(self, processes: list[Any], leader: Leader) -> None:
-        self._processes, self._leader = processes, leader
+        self._processes, self._leader, self._is_closing = processes, leader, False
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+
+    def _watch(self) -> None:
+        """End this process when another rank has: a graph on its device would wait for that for ever, and nobody could
+        tell; where it serves, another replica takes over."""
+        ended = multiprocessing.connection.wait([p.sentinel for p in self._processes])
+        if not self._is_closing:
+            ranks = [i for i, p in enumerate(self._processes, 1) if p.sentinel in ended]
+            logger.critical("rank %s has ended; this process ends, too: the target is split over both", ranks)
+            os._exit(LOST_RANK_EXIT)
 
     def close(self, timeout_s: float = 10.0) -> None:
         """End the other ranks; no forward may run any more."""
+        self._is_closing = True
         try:
             self._leader.stop()
             dist.destroy_process_group()

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from paceline.errors import RankError
+
 logger = logging.getLogger(__name__)
 
 _NUM_WARM_UPS = 2
@@ -220,6 +222,7 @@ def capture_all(
     """Make graphs in the order of their ranks until the time is over; returns how many were made.
 
     Whatever has no graph runs eagerly. A job that fails ends its family: what one shape cannot do no other can.
+    Raises: RankError, after which nothing of the target can run.
     """
     ordered = sorted(jobs, key=lambda job: job.rank)
     start, done = timer(), 0
@@ -231,6 +234,8 @@ def capture_all(
             continue
         try:
             job.run(backend)
+        except RankError:
+            raise
         except Exception as e:  # of torch, of Triton's compiler, of a launcher's checks; eager rounds need no graph
             logger.exception("graph %s could not be captured; %s runs eagerly: %s", job.name, job.family, e)
             failed.add(job.family)

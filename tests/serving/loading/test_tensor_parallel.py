@@ -3,6 +3,9 @@
 import itertools
 import os
 import re
+import signal
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -12,14 +15,23 @@ import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from paceline.config import EngineConfig, TreeConfig
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, RankError
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
 from paceline.serving.loading import tensor_parallel
 from paceline.serving.loading.target import read_target
-from paceline.serving.loading.tensor_parallel import Order, Orders, check_split, drop_tables, follow, load_parallel
+from paceline.serving.loading.tensor_parallel import (
+    LOST_RANK_EXIT,
+    Leader,
+    Order,
+    Orders,
+    check_split,
+    drop_tables,
+    follow,
+    load_parallel,
+)
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
-from paceline.serving.target_model.graph_capture import EagerGraphs
+from paceline.serving.target_model.graph_capture import CaptureJob, EagerGraphs, capture_all
 from paceline.serving.target_model.kv_cache import PageAllocator
 from tests.helpers.fakes import greedy_continuation, prefill, tiny_model, tiny_target, tiny_tokenizer
 from tests.helpers.graph_engines import CONTEXT, StaticOracle, generate, make_engine
@@ -158,6 +170,43 @@ def test_what_another_rank_cannot_capture_runs_eagerly_everywhere(split, monkeyp
     assert re.fullmatch(r"graph .* could not be captured; .* runs eagerly: rank 1: this rank cannot", error)
     prompts = [([5, 9, 21], 0.0), ([3, 3, 7, 40], 0.7)]
     assert generate(engine, prompts) == generate(make_engine(whole, DrafterSlots(), **SMALL), prompts)
+
+
+def test_a_failure_within_a_step_of_all_ranks_is_none_of_the_graph_alone():
+    server = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+    leader = Leader(Orders(server), 2)
+
+    def fail(num_sent):
+        for _ in range(num_sent):
+            leader.send_pool(1, 4, 0)
+        raise RuntimeError("out of memory")
+
+    def job(num_sent):
+        return CaptureJob(family="f", name="n", rank=0, run=lambda backend: backend.capture(lambda: fail(num_sent)))
+
+    assert capture_all([job(0)], leader.share(EagerGraphs()), budget_s=9.0) == 0
+    with pytest.raises(RankError, match="out of memory; start the service again"):
+        capture_all([job(1)], leader.share(EagerGraphs()), budget_s=9.0)
+
+
+def test_a_process_ends_with_another_rank_of_its_target(tmp_path):
+    """On a device it would wait for ever in a collective."""
+    tiny_model("qwen3").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    code = (
+        "import sys, time\n"
+        "from paceline.serving.loading.tensor_parallel import load_parallel\n"
+        "if __name__ == '__main__':\n"
+        "    target, ranks = load_parallel(sys.argv[1], size=2, device='cpu')\n"
+        "    print(ranks._processes[0].pid, flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    main = tmp_path / "main.py"
+    main.write_text(code)
+    with subprocess.Popen([sys.executable, str(main), str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        os.kill(int(process.stdout.readline()), signal.SIGKILL)
+        assert process.wait(60) == LOST_RANK_EXIT
 
 
 def test_a_rank_that_does_not_draft_gives_up_the_whole_tables_and_computes_the_same():
