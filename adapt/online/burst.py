@@ -80,7 +80,7 @@ class Burst:
         Raises: DrafterMismatchError when the learner diverges.
         """
         others = _endless(rehearsal)
-        saved_at, finding, warm = self._clock(), Finding.OPEN, None
+        saved_at, finding, warm, has_scored = self._clock(), Finding.OPEN, None, False
         try:
             for number, start in enumerate(range(0, len(fresh), SCORED_TOGETHER)):
                 chunk = fresh[start : start + SCORED_TOGETHER]
@@ -101,8 +101,8 @@ class Burst:
                 finding = self.evidence.finding(self._min_gain)
                 if finding is Finding.SHORT:
                     break
-                if warm is None:  # the first chunk also loads and compiles
-                    warm = self.train_s + self.shadow_s, self.num_learned
+                if warm is None or (is_scored and not has_scored):  # the first of a kind also loads and compiles
+                    warm, has_scored = (self.train_s + self.shadow_s, self.num_learned), is_scored
                 elif finding is Finding.OPEN and not self._will_pay(len(fresh) - self.num_learned, *warm):
                     self.is_given_up = True
                     break
@@ -112,12 +112,12 @@ class Burst:
             self._save()
 
     def _will_pay(self, num_left: int, warm_s: float, num_warm: int) -> bool:
-        """Whether the requests that are left pay, at the pace of those behind the first chunk: (seconds, requests) of it."""
+        """Whether the requests that are left pay, at the pace of those behind the first of their kind: (seconds, requests) up to there."""
         if self._plan is None or not num_left:
             return True
         request_s = (self.train_s + self.shadow_s - warm_s) / max(self.num_learned - num_warm, 1)
         return will_pay(
-            self._plan, self._min_gain, self.evidence.log_ratios, num_read=self._learner.num_steps, num_left=num_left,
+            self._plan, self._min_gain, self.evidence.log_ratios, num_read=self._learner.num_own_steps, num_left=num_left,
             left_s=request_s * num_left,
         )  # fmt: skip
 

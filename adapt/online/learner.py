@@ -91,6 +91,11 @@ class Learner:
         """Optimizer steps since the base."""
         return self._run.step - self._base_step
 
+    @property
+    def num_own_steps(self) -> float:
+        """Those on requests of the class, by its share of the rows."""
+        return self.num_steps * self.num_rows / max(self.num_rows + self.num_rehearsed_rows, 1)
+
     def rebase(self) -> None:
         """Go on from the snapshot, which has become the base: what it has read stays read, its evidence is spent."""
         self.evidence = Evidence()

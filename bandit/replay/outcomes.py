@@ -241,6 +241,7 @@ class SimulatedOutcomes:
             learner = SimulatedLearner(order.base, order.arm.parameters, d)
         before, share = learner.rows, self.share(d, base[d : d + 1])
         chunk, read, train_s, shadow_s, status = SCORED_TOGETHER * order.rows_per_request, 0.0, fixed_s, 0.0, "learning"
+        warm, has_scored = (fixed_s, 0.0), False  # seconds and rows up to the first chunk of its kind
         starts = before + np.arange(0.0, max(order.rows, 1), chunk)
         gains = self.gain(d, base, 1.0) * self.closed(d, order.arm, starts, share)[:, 0]
         rng, deviation = np.random.default_rng([self.noise_seed, k]), self.gate_noise * RECENT_REQUESTS**0.5 / base[d]
@@ -252,7 +253,7 @@ class SimulatedOutcomes:
             if rows <= 0 or train_s + shadow_s >= order.time_limit_s:
                 break
             is_due = status != "accepted" or number % SURE_EVERY == 0
-            if is_due and before + read >= UNSCORED_REQUESTS * order.rows_per_request:
+            if is_scored := is_due and before + read >= UNSCORED_REQUESTS * order.rows_per_request:
                 shadow_s += (scoring_s if shadow_s == 0 else 0.0) + scoring_row_s * rows
                 num = max(round(rows / order.rows_per_request), 1)
                 scores = np.log1p(gain / base[d]) + deviation * rng.standard_normal(num)
@@ -265,10 +266,11 @@ class SimulatedOutcomes:
             if status == "rejected":
                 break
             left, total = order.rows - read, (before + read) / order.rows_per_request
-            spent = train_s + shadow_s - fixed_s
-            if status == "learning" and order.plan is not None and number and left > 0 and not will_pay(
+            if not number or (is_scored and not has_scored):
+                warm, has_scored = (train_s + shadow_s, read), is_scored
+            elif status == "learning" and order.plan is not None and left > 0 and not will_pay(
                 order.plan, order.min_gain, learner.recent, num_read=total, num_left=left / order.rows_per_request,
-                left_s=spent * left / read,
+                left_s=(train_s + shadow_s - warm[0]) * left / (read - warm[1]),
             ):  # fmt: skip
                 break
         learner.rows = before + read
