@@ -1,7 +1,7 @@
 """Endpoint plugin: the agent of this replica, and `GET /paceline/state`.
 
-Runs in vLLM's API server, which knows the engine's client; where `VLLM_PLUGINS` names `paceline`. Under Ray Serve LLM the
-replica's own server has it, too.
+Runs in vLLM's API server, which knows the engine's client; where `VLLM_PLUGINS` names `paceline`. Under Ray Serve LLM
+ray_llm.py starts it.
 """
 
 from __future__ import annotations
@@ -56,6 +56,9 @@ class PacelineEndpoint:
         if settings is None or config is None or config.speculative_config is None:
             log.warning("paceline: nothing to follow: settings or a speculative model are missing")
             return
+        if (known := getattr(engine_client, "paceline_agent", None)) is not None:  # Ray Serve LLM's server has started it
+            self._engine, self._watcher = known
+            return
         speculation, clock = config.speculative_config, RedisClock()
         await asyncio.to_thread(clock.try_to_look, producer_client(settings.redis_url))
         facts = EngineFacts(
@@ -75,6 +78,7 @@ class PacelineEndpoint:
             start_agent, driver, settings.redis_url, Keys(settings.service), replica_id=settings.replica_id,
             feedback=engine, clock=clock,
         )  # fmt: skip
+        engine_client.paceline_agent = (engine, self._watcher)
         driver.start()
 
 
