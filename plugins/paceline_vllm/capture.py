@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -113,35 +114,46 @@ def _joined(parts: list[_Rows], begin: int, end: int) -> list[torch.Tensor] | No
 
 
 def install() -> None:
-    """Have the V1 model runner keep rows; once a process."""
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    """Have both model runners keep rows; once a process."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
 
-    if hasattr(GPUModelRunner, "paceline_capture"):
-        return
-    GPUModelRunner.paceline_capture = functools.cached_property(_capture_of)  # type: ignore[attr-defined]
-    GPUModelRunner.paceline_capture.__set_name__(GPUModelRunner, "paceline_capture")
-    execute, sample, propose = (
-        GPUModelRunner.execute_model,
-        GPUModelRunner._sample,
-        GPUModelRunner.propose_draft_token_ids,
-    )
+    for runner, hooks in ((V1, _v1_hooks), (V2, _v2_hooks)):
+        if not hasattr(runner, "paceline_capture"):
+            runner.paceline_capture = functools.cached_property(_capture_of)  # type: ignore[attr-defined]
+            runner.paceline_capture.__set_name__(runner, "paceline_capture")
+            for name, hook in hooks(runner).items():
+                setattr(runner, name, functools.wraps(getattr(runner, name))(hook))
 
-    @functools.wraps(execute)
+
+def _capture_of(runner: Any) -> FeatureCapture | None:
+    """None where nothing is to be kept: without settings, without a share, or in another rank than the first."""
+    settings = settings_of(runner.vllm_config)
+    if settings is None or settings.trace_share == 0 or runner.parallel_config.rank != 0:
+        return None
+    return FeatureCapture(settings, target_version_of(runner.vllm_config.model_config.model))
+
+
+def _end(runner: Any, scheduler_output: Any) -> None:
+    ended = getattr(scheduler_output, "paceline_ended", {})
+    runner.paceline_capture.end(scheduler_output.finished_req_ids, ended)
+
+
+# ---- V1
+def _v1_hooks(runner: Any) -> dict[str, Callable[..., Any]]:
+    execute, sample, propose = runner.execute_model, runner._sample, runner.propose_draft_token_ids
+
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if self.paceline_capture is not None:
-            self.paceline_capture.end(
-                scheduler_output.finished_req_ids, getattr(scheduler_output, "paceline_ended", {})
-            )
+            _end(self, scheduler_output)
             self.paceline_scheduled = scheduler_output
         return execute(self, scheduler_output, *args, **kwargs)
 
-    @functools.wraps(sample)
     def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
         if self.paceline_capture is not None and logits is not None:
             _keep_best(self, logits, spec_decode_metadata)
         return sample(self, logits, spec_decode_metadata)
 
-    @functools.wraps(propose)
     def propose_draft_token_ids(
         self: Any, scheduler_output: Any, sampled: Any, metadata: Any, hidden: Any, sample_hidden: Any, aux: Any, *args: Any,
         **kwargs: Any,
@@ -151,16 +163,7 @@ def install() -> None:
                 self.paceline_capture.keep_features(request_id, first, [layer[at : at + count] for layer in aux])
         return propose(self, scheduler_output, sampled, metadata, hidden, sample_hidden, aux, *args, **kwargs)
 
-    GPUModelRunner.execute_model, GPUModelRunner._sample = execute_model, _sample
-    GPUModelRunner.propose_draft_token_ids = propose_draft_token_ids
-
-
-def _capture_of(runner: Any) -> FeatureCapture | None:
-    """None where nothing is to be kept: without settings, without a share, or in another rank than the first."""
-    settings = settings_of(runner.vllm_config)
-    if settings is None or settings.trace_share == 0 or runner.parallel_config.rank != 0:
-        return None
-    return FeatureCapture(settings, target_version_of(runner.vllm_config.model_config.model))
+    return {"execute_model": execute_model, "_sample": _sample, "propose_draft_token_ids": propose_draft_token_ids}
 
 
 def _places(runner: Any, scheduler_output: Any) -> list[tuple[str, int, int, int]]:
@@ -190,3 +193,52 @@ def _keep_best(runner: Any, logits: torch.Tensor, spec_decode_metadata: Any) -> 
                 request_id, first + count - rows + 1, ids[at : at + rows], logprobs[at : at + rows]
             )
         at += rows
+
+
+# ---- V2
+def _wanted(runner: Any, batch: Any, starts: list[int], firsts: torch.Tensor) -> list[tuple[str, int, int, int]]:
+    """(request, its first row, the row behind its last, position of the first) of wanted requests that have rows."""
+    rows = zip(batch.req_ids, starts, starts[1:], firsts.tolist(), strict=False)
+    return [row for row in rows if row[2] > row[1] and runner.paceline_capture.wants(row[0])]
+
+
+def _v2_hooks(runner: Any) -> dict[str, Callable[..., Any]]:
+    execute, tokens, sample = runner.execute_model, runner.sample_tokens, runner.sample
+
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.paceline_capture is not None:
+            _end(self, scheduler_output)
+        return execute(self, scheduler_output, *args, **kwargs)
+
+    def sample_tokens(self: Any, grammar_output: Any) -> Any:
+        state = self.execute_model_state
+        if self.paceline_capture is not None and state is not None and state.aux_hidden_states is not None:
+            batch, aux = state.input_batch, state.aux_hidden_states
+            starts = batch.query_start_loc_np.tolist()
+            for request_id, at, end, first in _wanted(self, batch, starts, batch.positions[starts[:-1]]):
+                self.paceline_capture.keep_features(request_id, first, [layer[at:end] for layer in aux])
+        return tokens(self, grammar_output)
+
+    def sample_(self: Any, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
+        compute = self.model.compute_logits
+
+        def compute_logits(rows: torch.Tensor) -> torch.Tensor:
+            logits = compute(rows)
+            starts, at = input_batch.cu_num_logits_np.tolist(), input_batch.logits_indices
+            ids, logprobs = self.paceline_capture.best_of(logits)
+            # the logits at a position say what comes behind it
+            for request_id, begin, end, first in _wanted(
+                self, input_batch, starts, input_batch.positions[at[starts[:-1]]] + 1
+            ):
+                self.paceline_capture.keep_best(request_id, first, ids[begin:end], logprobs[begin:end])
+            return logits
+
+        if self.paceline_capture is None or self.batch_sharder is not None:  # of shards no rank has all
+            return sample(self, hidden_states, input_batch, grammar_output)
+        self.model.compute_logits = compute_logits
+        try:
+            return sample(self, hidden_states, input_batch, grammar_output)
+        finally:
+            del self.model.compute_logits
+
+    return {"execute_model": execute_model, "sample_tokens": sample_tokens, "sample": sample_}

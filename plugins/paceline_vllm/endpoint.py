@@ -56,7 +56,9 @@ class PacelineEndpoint:
         if settings is None or config is None or config.speculative_config is None:
             log.warning("paceline: nothing to follow: settings or a speculative model are missing")
             return
-        if (known := getattr(engine_client, "paceline_agent", None)) is not None:  # Ray Serve LLM's server has started it
+        if (
+            known := getattr(engine_client, "paceline_agent", None)
+        ) is not None:  # Ray Serve LLM's server has started it
             self._engine, self._watcher = known
             return
         speculation, clock = config.speculative_config, RedisClock()

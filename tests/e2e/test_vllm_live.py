@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import psutil
@@ -46,9 +47,13 @@ class Alone(VllmServer):
         return httpx.get(f"{self.url}/paceline/state", timeout=60.0).json()
 
 
-@pytest.fixture(scope="module")
-def service(tmp_path_factory):
+@pytest.fixture(scope="module", params=["v1", "v2"])
+def service(request, tmp_path_factory):
+    """With either of vLLM's model runners; the second one's Triton is interpreted."""
     with pytest.MonkeyPatch.context() as patch:
+        if request.param == "v2":
+            patch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+            patch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "helpers" / "triton_cpu"))
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")  # vLLM's own routes for weights
         patch.setenv("TORCHDYNAMO_DISABLE", "1")  # it would compile for minutes what counts logprobs
         service = Service(tmp_path_factory.mktemp("vllm"), Alone)
