@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.gate.shadow import fixed_rounds, replay_rounds
 from paceline.adapt.online.trainer import ShadowConfig
+from paceline.contracts import ASKED_GROUP, Group
 from paceline.infra.engines.vllm_server import VllmServer
 from paceline.paths import TRACES, bundled
 from paceline.serving.loading.families import build_drafter, load_drafter, read_drafter_files
@@ -202,6 +203,33 @@ def test_a_version_of_another_shape_is_reported_as_refused_and_the_old_one_serve
     assert "tensor" in report.failed_reason and report.version == service.first
     assert_same(service.answers("shape"), plain)
     service.wait_for(lambda: service.host.snapshot(1.0).version == service.first, "the roll-back")
+
+
+def test_prefixes_that_another_drafter_cached_are_evidence_of_nothing_and_change_no_answer(service):
+    """A drafter's own K/V of a cached prefix are those of the drafter before it."""
+    prompts = [(p * 24)[:400] for p in service.prompts()]  # three blocks, of which two are taken
+    plain = service.answers("long", group="plain", prompts=prompts)
+    own, state = read_drafter_files(bundled("eagle3"), service.target)
+    rows = state["qkv_proj.weight"]
+    cached = own["num_heads"] * own["head_dim"]  # rows of K and V begin there
+    other = service.registry.put(
+        {**state, "qkv_proj.weight": torch.cat([rows[:cached], torch.roll(rows[cached:], 7, 0)])},
+        drafter_type=own["drafter_type"], config=own, target_version=service.target.version, parent=service.first,
+    ).version  # fmt: skip
+    service.pin(other)
+    service.answers("fill", prompts=prompts, cache_salt="stale")
+    service.pin(service.first)
+    before = service.state()["engine"]["num_stale"]
+    with service.listening():
+        stale = service.answers("stale", prompts=prompts, cache_salt="stale")
+        num_stale = service.state()["engine"]["num_stale"] - before
+        service.answers("other", prompts=prompts, cache_salt="fresh")
+    assert num_stale == len(prompts)
+    assert_same(stale, plain)
+    groups = {i.split("-")[1]: cell.group for cell in service.cells for i in cell.requests}
+    assert groups == {"stale": ASKED_GROUP, "other": Group.ADAPTIVE}
+    stale_kept, fresh_kept = kept(service.rounds("stale")), kept(service.rounds("other"))
+    print(f"\nacceptance length behind a stale prefix {stale_kept:.3f}, behind none {fresh_kept:.3f}")
 
 
 def test_redis_away_stops_nothing_and_no_row_is_lost(service, plain):

@@ -117,10 +117,14 @@ class Service:
         best = [sorted(step.values(), reverse=True) for step in choice["logprobs"]["top_logprobs"]]
         return {"ids": choice["token_ids"], "gaps": [b[0] - b[1] if len(b) > 1 else 9.0 for b in best]}
 
-    def answers(self, tag: str, group: str = "", parallel: int = 4) -> list[dict]:
-        """Answers to the same prompts, several at once."""
+    def answers(
+        self, tag: str, group: str = "", parallel: int = 4, prompts: list[list[int]] | None = None, **body: Any
+    ) -> list[dict]:
+        """Answers to the same prompts, several at once; body: further fields of the requests."""
         with ThreadPoolExecutor(parallel) as pool:
-            work = [pool.submit(self.send, f"{tag}-{i}", p, group) for i, p in enumerate(self.prompts())]
+            work = [
+                pool.submit(self.send, f"{tag}-{i}", p, group, **body) for i, p in enumerate(prompts or self.prompts())
+            ]
             return [w.result() for w in work]
 
     def rounds(self, tag: str) -> dict[str, tuple[int, int, int]]:
