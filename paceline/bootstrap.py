@@ -236,12 +236,15 @@ def will_pay(
 
 def _grown(logs: Sequence[float], score: float, sign: float, number: int) -> list[float]:
     """The e-process by tilt after the pair (score, 0), which is its pair `number`; sign -1: low scores are evidence."""
-    found = log_e_values(np.multiply.outer(sign * np.asarray(TILTS), [score, 0.0]), np.array([True, False]))
-    before = np.asarray(logs, dtype=np.float64)
+    before: Sequence[float] = logs
     if (
         number & (number - 1) == 0
     ):  # 0 and the powers of 2: one more beginning, of weight 1 / (k (k + 1)), k = 1, 2, ...
         begun = number.bit_length() + 1
-        before = np.logaddexp(before, -math.log(begun * (begun + 1)))
-    grown: list[float] = (before + found).tolist()
-    return grown
+        before = [_log_sum(log, -math.log(begun * (begun + 1))) for log in logs]
+    # log_e_values of a pair, written out: simulations add millions
+    return [log + math.log(2.0) - _log_sum(0.0, -sign * tilt * score) for log, tilt in zip(before, TILTS, strict=True)]
+
+
+def _log_sum(a: float, b: float) -> float:
+    return max(a, b) + math.log1p(math.exp(-abs(a - b)))

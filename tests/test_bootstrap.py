@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.bootstrap import (
+    TILTS,
+    GainTest,
     expanded_level,
     interval,
+    log_e_values,
     mean_interval,
     rate_ratio,
     ratio_interval,
@@ -105,3 +110,18 @@ def test_what_is_left_is_judged_by_the_gain_so_far_grown_with_the_root_of_the_re
 def test_more_gain_or_less_to_pay_never_ends_a_burst(recent, left_s, more):
     if pays(recent, left_s=left_s):
         assert pays([r + more for r in recent], left_s=left_s) and pays(recent, left_s=left_s / 2)
+
+
+def test_the_gain_test_is_the_permutation_test_of_each_pair_from_every_beginning():
+    rng, test, logs = np.random.default_rng(0), GainTest(), []
+    scores = rng.normal(0.1, 1.5, 70)
+    for i, score in enumerate(scores):
+        test.add(float(score), 0.05)
+        if i & (i - 1) == 0:  # 0, 1, 2, 4, ...
+            logs.append((-math.log(len(logs) + 1) - math.log(len(logs) + 2), np.zeros(len(TILTS))))
+        pair = np.multiply.outer(TILTS, [min(max(score, -3.0), 3.0) - math.log(1.05), 0.0])
+        found = log_e_values(pair, np.array([True, False]))
+        logs = [(weight, grown + found) for weight, grown in logs]
+        wanted = np.logaddexp.reduce([weight + grown for weight, grown in logs])
+        # the weight of beginnings that are still to come is not theirs
+        assert test.more == pytest.approx(wanted, abs=1e-9)

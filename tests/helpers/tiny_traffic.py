@@ -1,5 +1,6 @@
 """Tiny traffic: cells small enough to search every sequence of jobs and versions."""
 
+import functools
 import itertools
 
 import numpy as np
@@ -37,6 +38,14 @@ def exhaustive(traffic: Traffic, outcomes: SimulatedOutcomes, slowdown: float) -
         cost = float(traffic.tokens[k] @ per_token)
         return float(traffic.tokens[k] @ base_s) - cost - slowdown * busy * cost
 
+    @functools.cache
+    def trained(domain: int, base: tuple) -> tuple:
+        lengths = np.array(base)
+        share = outcomes.share(domain, lengths[domain : domain + 1])
+        closed = float(outcomes.closed(domain, ARM, np.array([64.0]), share)[0, 0])
+        return tuple(outcomes.trained(domain, lengths, closed))
+
+    @functools.cache
     def best(k: int, versions: tuple, own: tuple, job) -> float:
         """Net from step k on; own = the version of each domain, job = (seconds left, lengths of its version)."""
         if traffic.tokens[k:].sum() == 0:
@@ -58,10 +67,8 @@ def exhaustive(traffic: Traffic, outcomes: SimulatedOutcomes, slowdown: float) -
                     continue
                 seconds = float(sum(outcomes.job_seconds(ARM, 64.0, k)))
                 for v in {chosen[d], 0}:
-                    base = np.array(known[v])
-                    share = outcomes.share(d, base[d : d + 1])
-                    after = outcomes.trained(d, base, float(outcomes.closed(d, ARM, np.array([64.0]), share)[0, 0]))
-                    options.append(best(k + 1, known, chosen, (seconds, tuple(after))) - seconds - staging_s)
+                    ordered = (seconds, trained(d, known[v]))
+                    options.append(best(k + 1, known, chosen, ordered) - seconds - staging_s)
         return now + max(options)
 
     return best(0, (tuple(first),), (0,) * len(first), None)

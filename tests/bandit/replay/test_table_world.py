@@ -197,16 +197,16 @@ def test_transfer_helps_others_and_forgetting_costs_them():
 
 def test_failures_come_at_their_rates():
     world = _changed(("failures",), {"failed": 0.3, "harmful": 0.2, "harm": 0.5})
-    world["traffic"][1]["steps"] = 5000
+    world["traffic"][1]["steps"] = 2500
     _, outcomes = table_of(world).draw(0)
     (arm,) = outcomes.arms
     ends = []
-    for step in range(5000):
+    for step in range(2500):
         order = TrainOrder(step=step, domain=1, bucket="code", arm=arm, base=FIRST, rows=4000, rows_per_request=20.0, time_limit_s=1e9, decision_id=step)  # fmt: skip
         truth = outcomes.train(order)
         harmed = truth.version is not None and outcomes.lengths(truth.version)[1] < 1.4
         ends.append("harmful" if harmed else truth.status)
-    shares = {end: ends.count(end) / 5000 for end in set(ends)}
+    shares = {end: ends.count(end) / 2500 for end in set(ends)}
     assert shares == {"failed": pytest.approx(0.3, abs=0.03), "harmful": pytest.approx(0.2, abs=0.03), "accepted": pytest.approx(0.5, abs=0.03)}  # fmt: skip
 
 
