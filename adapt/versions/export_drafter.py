@@ -232,10 +232,10 @@ def _find(options: ExportDrafterOptions, model: Path, place: str | None) -> tupl
     """The drafter that the options name, and its target; raises as export_drafter."""
     name, folder = options.version, Path(options.version).expanduser()
     if re.fullmatch(r"[0-9a-f]{12}", name) and not folder.is_dir():
-        folders = [home / REGISTRY for home in all_homes(options.data_dir)]
-        registry = DrafterRegistry(
-            place or next((f for f in folders if (f / "manifests" / f"{name}.json").is_file()), folders[-1])
-        )
+        if place is None:
+            folders = [home / REGISTRY for home in all_homes(options.data_dir)]
+            place = str(next((f for f in folders if (f / "manifests" / f"{name}.json").is_file()), folders[-1]))
+        registry = DrafterRegistry(place)
         manifest = registry.get_manifest(name)
         config = {**manifest.config, "drafter_type": manifest.drafter_type, "target_version": manifest.target_version}
         target = _target(model, config)

@@ -85,6 +85,8 @@ class OneDrafterDriver:
     _canary: tuple[str, int, str] = ("", 0, "")
     _staged: dict[str, Staged] = field(default_factory=dict)
     _failures: dict[str, str] = field(default_factory=dict)
+    _failed_in: str = ""
+    """Window of the latest one."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     """Of what is served; held while the engine is spoken to, not while a version is written."""
     _staging: threading.Lock = field(default_factory=threading.Lock)
@@ -104,10 +106,12 @@ class OneDrafterDriver:
                 pause_ms = self.engine.publish(staged, version, group)
             except DrafterMismatchError as e:
                 self._failures[version] = str(e)
+                self._failed_in = window_name(self.replica_id, self.clock.now(), self.facts.window_s)
                 raise
             except ConfigError as e:  # another key or release than when it was attached
                 raise EngineAwayError(str(e)) from e
             self._loaded, self._label = version, (group, version)
+            self._failures.pop(version, None)
             return pause_ms
 
     def start(self) -> None:
@@ -152,7 +156,7 @@ class OneDrafterDriver:
                 log.error("the first drafter cannot be compared with: %s", e)
         if version not in self._staged or version in self._failures:  # the class's own is not here yet, or was refused
             group, version = Group.ADAPTIVE, self._live
-        if version in self._failures:  # reported; another one is published
+        if version in self._failures and name == self._failed_in:  # reported; tried again in the next window
             return
         self._serve(group, version)
 

@@ -134,8 +134,8 @@ class SglangEngine:
         max_stale_tokens: int,
         clock: Clock,
     ) -> None:
-        """info: its `/server_info`, which `facts_of` was content with. clock: that rounds are told by; its computer's may be
-        another. Raises: EngineAwayError, ConfigError."""
+        """info: its `/server_info`, which `facts_of` was content with. clock: this computer's, which the publisher
+        goes by; SGLang's may be another. Raises: EngineAwayError, ConfigError."""
         self._server, self._publisher, self._max_stale_tokens, self._clock = server, publisher, max_stale_tokens, clock
         self._folder, self._num_ranks = Path(info["speculative_draft_model_path"]), int(info.get("tp_size") or 1)
         self._tail = RecordTail(Path(info["export_metrics_to_file_dir"]))
@@ -189,10 +189,10 @@ class SglangEngine:
     def publish(self, staged: Staged | None, version: str, group: str) -> float:
         label = weight_version(group, version)
         if staged is None:
-            self._server.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+            self._tell(label)
             self._label = (group, version)
             return 0.0
-        body = self._update_of(staged, label)
+        body = self._update_of(staged, weight_version("", ""))  # its tokens are nobody's until it is read back
         began = time.perf_counter()
         self._server.post("/pause_generation", {"mode": "in_place"})
         try:
@@ -200,17 +200,15 @@ class SglangEngine:
         finally:
             self._resume()
         pause_ms = 1e3 * (time.perf_counter() - began)
-        before, self._loaded, self._has_switched = self._loaded, staged, True
-        try:
-            self._compare(staged, before)
-        except DrafterMismatchError:  # later tokens are not that version's
-            self._server.post(
-                "/update_weight_version", {"new_version": weight_version("", ""), "abort_all_requests": False}
-            )
-            self._label = ("", "")
-            raise
+        before, self._loaded, self._label, self._has_switched = self._loaded, staged, ("", ""), True
+        self._compare(staged, before)
+        self._tell(label)
         self._label = (group, version)
         return pause_ms
+
+    def _tell(self, label: str) -> None:
+        """Have later tokens counted so."""
+        self._server.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
     def _update_of(self, staged: Staged, label: str | None) -> dict[str, Any]:
         """The request that loads a version and, with them, has the label of later tokens changed."""

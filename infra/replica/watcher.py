@@ -28,6 +28,8 @@ from paceline.machine import Clock, SystemClock
 logger = logging.getLogger(__name__)
 
 _NUM_PAUSES = 64
+_MOST_AWAY_S = 60.0
+"""Longest wait before an engine that did not answer is asked again."""
 
 
 class Drafters(Protocol):
@@ -124,6 +126,8 @@ class ReplicaWatcher:
         self._pauses_ms: deque[float] = deque(maxlen=_NUM_PAUSES)
         self._next_report = 0.0
         self._retry_stage = False
+        self._retry_at, self._num_away = 0.0, 0
+        """When a version is published again whose engine was away, in s of the steady clock, and how often it was."""
         self.desired: DesiredState | None = None
         self.gen = 0
         """Generation that this replica runs."""
@@ -259,10 +263,10 @@ class ReplicaWatcher:
             logger.warning("desired generation went back from %d to %d; ignored", self.desired.gen, desired.gen)
             return False
         if self.desired is None or desired.gen > self.desired.gen:
-            self.desired, self._retry_stage = desired, False
+            self.desired, self._retry_stage, self._num_away = desired, False, 0
             if self._followers is not None:
                 self._followers.desired_changed(desired)
-        elif not self._retry_stage:
+        elif not self._retry_stage or time.monotonic() < self._retry_at:
             return False
         if desired.gen in (self.gen, self.failed_gen):
             return False
@@ -277,8 +281,7 @@ class ReplicaWatcher:
         return True
 
     def _swap(self, desired: DesiredState) -> bool:
-        is_first = not self._retry_stage
-        if is_first:
+        if not self._retry_stage:
             self.staging_s = 0.0
         self._retry_stage, started = False, time.perf_counter()
         before, num_swaps = (self.version, self.canary_version), self.num_swaps
@@ -302,10 +305,14 @@ class ReplicaWatcher:
                     return False
                 self._try_out(*wanted)
         except EngineAwayError as e:
-            level = logging.WARNING if is_first else logging.DEBUG
-            logger.log(level, "drafter %s is published when the engine answers: %s", desired.version, e)
-            self._retry_stage = True
-            return False
+            wait_s = min(
+                self._poll_s * 2**self._num_away, max(_MOST_AWAY_S, self._poll_s)
+            )  # each try stops the engine's steps
+            self._num_away += 1
+            logger.warning("drafter %s is published again in %.0f s: %s", desired.version, wait_s, e)
+            self._retry_stage, self._retry_at = True, time.monotonic() + wait_s
+            self.failed_reason = str(e)
+            return True
         except (PacelineError, OSError, ValueError, RuntimeError) as e:
             self.failed_gen, self.failed_reason = desired.gen, str(e)
             logger.error("drafter refused gen=%d version=%s reason=%s", desired.gen, desired.version, e)
@@ -399,7 +406,7 @@ class ReplicaWatcher:
 
     def _wait_for_hint(self) -> bool:
         """Wait for a poke or the poll interval; False when Redis is away."""
-        is_soon = self._retry_stage or self._has_loaded
+        is_soon = (self._retry_stage and not self._num_away) or self._has_loaded
         deadline = time.monotonic() + (min(0.2, self._poll_s) if is_soon else self._poll_s)
         try:
             if self._pubsub is None:

@@ -2,7 +2,7 @@
 
 EAGLE-3 and DFlash read these states anyway; a copy of them costs no forward pass. Rows of rejected drafts are overwritten
 by the next step's rows of the same positions. Runs in the worker's process, in the one of rank 0 alone.
-Shape legend: F features of a row (all tapped layers side by side), k best tokens.
+Shape legend: B requests of a step, F features of a row (all tapped layers side by side), k best tokens.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from paceline.serving.sampling.request import RequestTrace
 from paceline_vllm.settings import Settings, settings_of, target_version_of
 
 log = logging.getLogger(__name__)
+
+
+_SPLIT_ELSEWHERE = {"batch_sharder": "batch-sharded sampling", "adaptive_verification": "adaptive verification"}
+"""Attributes of the V2 runner, and what they belong to."""
 
 
 class Ended(NamedTuple):
@@ -131,6 +135,10 @@ def _capture_of(runner: Any) -> FeatureCapture | None:
     settings = settings_of(runner.vllm_config)
     if settings is None or settings.trace_share == 0 or runner.parallel_config.rank != 0:
         return None
+    for name, option in _SPLIT_ELSEWHERE.items():
+        if getattr(runner, name, None) is not None:
+            log.warning("no training text is kept with %s: which rows are whose is known on the device alone", option)
+            return None
     return FeatureCapture(settings, target_version_of(runner.vllm_config.model_config.model))
 
 
@@ -196,13 +204,14 @@ def _keep_best(runner: Any, logits: torch.Tensor, spec_decode_metadata: Any) -> 
 
 
 # ---- V2
-def _wanted(runner: Any, batch: Any, starts: list[int], firsts: torch.Tensor) -> list[tuple[str, int, int, int]]:
-    """(request, its first row, the row behind its last, position of the first) of wanted requests that have rows."""
-    rows = zip(batch.req_ids, starts, starts[1:], firsts.tolist(), strict=False)
-    return [row for row in rows if row[2] > row[1] and runner.paceline_capture.wants(row[0])]
+def _wanted(runner: Any, batch: Any, starts: Any) -> list[int]:
+    """Places of the wanted requests that have rows, by their starts (B + 1,) on the host; padding behind them is not looked at."""
+    names = enumerate(batch.req_ids[: batch.num_reqs])
+    return [i for i, name in names if starts[i + 1] > starts[i] and runner.paceline_capture.wants(name)]
 
 
 def _v2_hooks(runner: Any) -> dict[str, Callable[..., Any]]:
+    """Syncs: one a step for the positions of the requests that are wanted, none where none is; the copies of their rows."""
     execute, tokens, sample = runner.execute_model, runner.sample_tokens, runner.sample
 
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -213,28 +222,30 @@ def _v2_hooks(runner: Any) -> dict[str, Callable[..., Any]]:
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
         state = self.execute_model_state
         if self.paceline_capture is not None and state is not None and state.aux_hidden_states is not None:
-            batch, aux = state.input_batch, state.aux_hidden_states
-            starts = batch.query_start_loc_np.tolist()
-            for request_id, at, end, first in _wanted(self, batch, starts, batch.positions[starts[:-1]]):
-                self.paceline_capture.keep_features(request_id, first, [layer[at:end] for layer in aux])
+            batch, starts = state.input_batch, state.input_batch.query_start_loc_np
+            if wanted := _wanted(self, batch, starts):
+                firsts = batch.positions[[int(starts[i]) for i in wanted]].tolist()
+                for i, first in zip(wanted, firsts, strict=True):
+                    rows = [layer[starts[i] : starts[i + 1]] for layer in state.aux_hidden_states]
+                    self.paceline_capture.keep_features(batch.req_ids[i], first, rows)
         return tokens(self, grammar_output)
 
     def sample_(self: Any, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
+        starts = input_batch.cu_num_logits_np
+        if self.paceline_capture is None or not (wanted := _wanted(self, input_batch, starts)):
+            return sample(self, hidden_states, input_batch, grammar_output)
         compute = self.model.compute_logits
 
         def compute_logits(rows: torch.Tensor) -> torch.Tensor:
             logits = compute(rows)
-            starts, at = input_batch.cu_num_logits_np.tolist(), input_batch.logits_indices
             ids, logprobs = self.paceline_capture.best_of(logits)
-            # the logits at a position say what comes behind it
-            for request_id, begin, end, first in _wanted(
-                self, input_batch, starts, input_batch.positions[at[starts[:-1]]] + 1
-            ):
-                self.paceline_capture.keep_best(request_id, first, ids[begin:end], logprobs[begin:end])
+            at = input_batch.logits_indices[[int(starts[i]) for i in wanted]]
+            for i, position in zip(wanted, input_batch.positions[at].tolist(), strict=True):
+                own = slice(starts[i], starts[i + 1])
+                # the logits at a position say what comes behind it
+                self.paceline_capture.keep_best(input_batch.req_ids[i], position + 1, ids[own], logprobs[own])
             return logits
 
-        if self.paceline_capture is None or self.batch_sharder is not None:  # of shards no rank has all
-            return sample(self, hidden_states, input_batch, grammar_output)
         self.model.compute_logits = compute_logits
         try:
             return sample(self, hidden_states, input_batch, grammar_output)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from paceline.errors import DrafterMismatchError, EngineAwayError
 from paceline.infra.engines.one_drafter import Looked, Staged
@@ -40,6 +41,8 @@ class VllmEngine:
         except FutureTimeoutError as e:
             future.cancel()
             raise EngineAwayError(f"vLLM did not answer {method} within {CALL_TIMEOUT_S:g} s") from e
+        except EngineDeadError as e:
+            raise EngineAwayError(f"vLLM's engine has ended: {e}") from e
         except Exception as e:  # vLLM's own kinds, and what its engine's process raised
             raise DrafterMismatchError(f"vLLM refused {method}: {e}") from e
 

@@ -429,6 +429,8 @@ class Ranks:
         if not self._is_closing:
             ranks = [i for i, p in enumerate(self._processes, 1) if p.sentinel in ended]
             logger.critical("rank %s has ended; this process ends, too: the target is split over both", ranks)
+            for process in self._processes:  # they wait for the lost one, and hold their devices meanwhile
+                process.kill()
             os._exit(LOST_RANK_EXIT)
 
     def close(self, timeout_s: float = 10.0) -> None:

@@ -126,7 +126,7 @@ def test_an_engine_that_lost_its_version_gets_it_again(driver, engine, drafters)
     assert driver.versions() == {"draft": drafters.other}
 
 
-def test_a_live_version_that_is_refused_is_asked_for_once(driver, engine, drafters):
+def test_a_live_version_that_is_refused_is_asked_for_again_in_the_next_window(driver, engine, drafters):
     engine.refused.add(drafters.other)
     engine.check = lambda folder: None  # refused by its weights alone
     with pytest.raises(DrafterMismatchError):
@@ -138,7 +138,10 @@ def test_a_live_version_that_is_refused_is_asked_for_once(driver, engine, drafte
         driver.follow_window()
     engine.refused.clear()
     driver.follow_window()
-    assert engine.calls == [(drafters.first, "adaptive", True)], "it is reported, and what to do is the controller's"
+    assert engine.calls == [(drafters.first, "adaptive", True)], "not at every look: each stops the engine's steps"
+    driver.clock.advance(WINDOW_S)
+    driver.follow_window()
+    assert engine.calls == [(drafters.first, "adaptive", True)] * 2 and drafters.first not in driver.failures()
 
 
 def test_a_first_drafter_that_does_not_fit_is_written_once_and_the_live_one_serves(driver, engine, drafters):

@@ -21,7 +21,7 @@ from tests.helpers.sglang_server import VOCABULARY, SglangDouble
 
 PUBLICATION = [
     "/pause_generation", "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update", "/continue_generation",
-    "/weights_checker",
+    "/weights_checker", "/update_weight_version",
 ]  # fmt: skip
 
 
