@@ -89,7 +89,12 @@ class RayServeLlm:
         """What a `vllm serve` says, from the replica's latest report: the ingress has no route to a replica's own."""
         time.sleep(2.0)  # counters are told every second
         (report,) = service.host.snapshot(1.0).replicas
-        return {"engine": {"version": report.slots.get("draft"), "feedback": report.counters}}
+        return {
+            "engine": {
+                "version": report.slots.get("draft"),
+                "feedback": {"produced": 0, "delivered": 0, "dropped": 0, **report.counters},
+            }
+        }
 
     def stop(self) -> None:
         assert self._process.stdin is not None

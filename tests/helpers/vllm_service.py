@@ -148,7 +148,9 @@ class Service:
             self.settle()
             after = f"({last[0][0].decode()}" if last else "-"
             entries = client.xrange(self.keys.feedback, min=after)
-        self.cells = [cell for _, fields in entries for cell in decode(fields[b"v"], FeedbackBatch).cells]
+        batches = [decode(fields[b"v"], FeedbackBatch) for _, fields in entries]
+        once = {(b.replica_id, b.boot_epoch, b.seq): b for b in batches}  # what Redis acknowledged late is sent again
+        self.cells = [cell for b in once.values() for cell in b.cells]
 
     def settle(self) -> None:
         """Wait until every row that vLLM recorded was delivered."""
