@@ -18,12 +18,10 @@ import yaml
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.machine import free_port
 from paceline.paths import TRACES, bundled
-from tests.helpers.vllm_service import PYTHON, K, Service, assert_same, kept
+from tests.helpers.vllm_python import PYTHON, vllm_marks
+from tests.helpers.vllm_service import K, Service, assert_same, kept, running
 
-pytestmark = [
-    pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800),
-    pytest.mark.skipif(not PYTHON, reason="PACELINE_VLLM_PYTHON must name the Python of an environment with vLLM; make test-vllm"),
-]  # fmt: skip
+pytestmark = vllm_marks(1800)
 VARIABLES = {
     "VLLM_PLUGINS": "paceline", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1",
     "TORCHDYNAMO_DISABLE": "1",
@@ -107,12 +105,8 @@ class RayServeLlm:
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    service = Service(tmp_path_factory.mktemp("ray_llm"), RayServeLlm)
-    try:
-        service.vllm.wait(900.0)
+    with running(tmp_path_factory.mktemp("ray_llm"), RayServeLlm) as service:
         yield service
-    finally:
-        service.close()
 
 
 def test_a_replica_follows_the_service_and_tells_it_all(service: Service) -> None:

@@ -26,14 +26,11 @@ from paceline.paths import bundled
 from paceline.serving.loading.families import load_drafter, read_drafter_files, save_drafter
 from paceline.serving.parallel_head.model import ParallelHeadConfig, ParallelHeadModel
 from paceline.serving.sampling.request import SamplingParams
+from tests.helpers.vllm_python import PYTHON, vllm_marks
 from tests.helpers.vllm_rounds import MARK
 
-PYTHON = os.environ.get("PACELINE_VLLM_PYTHON", "")
 ROUNDS = Path(__file__).resolve().parents[1] / "helpers" / "vllm_rounds.py"
-pytestmark = [
-    pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900),
-    pytest.mark.skipif(not PYTHON, reason="PACELINE_VLLM_PYTHON must name the Python of an environment with vLLM; make test-vllm"),
-]  # fmt: skip
+pytestmark = vllm_marks(900)
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", "PYTHONPATH": "",
     "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1",

@@ -4,17 +4,14 @@
 """
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
-PYTHON = os.environ.get("PACELINE_VLLM_PYTHON", "")
-pytestmark = [
-    pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(2400),
-    pytest.mark.skipif(not PYTHON, reason="PACELINE_VLLM_PYTHON must name the Python of an environment with vLLM; make test-vllm"),
-]  # fmt: skip
+from tests.helpers.vllm_python import PYTHON, vllm_marks
+
+pytestmark = [pytest.mark.ray, *vllm_marks(2400)]
 
 
 def test_a_class_that_is_new_is_learned_on_an_engine_that_is_not_ours_and_no_answer_is_lost_or_changed(tmp_path):

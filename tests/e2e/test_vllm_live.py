@@ -25,12 +25,10 @@ from paceline.contracts import ASKED_GROUP, Group
 from paceline.infra.engines.vllm_server import VllmServer
 from paceline.paths import TRACES, bundled
 from paceline.serving.loading.families import build_drafter, load_drafter, read_drafter_files
-from tests.helpers.vllm_service import PYTHON, K, Service, assert_same, kept
+from tests.helpers.vllm_python import PYTHON, vllm_marks
+from tests.helpers.vllm_service import K, Service, assert_same, kept, running
 
-pytestmark = [
-    pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800),
-    pytest.mark.skipif(not PYTHON, reason="PACELINE_VLLM_PYTHON must name the Python of an environment with vLLM; make test-vllm"),
-]  # fmt: skip
+pytestmark = vllm_marks(1800)
 
 
 class Alone(VllmServer):
@@ -57,12 +55,8 @@ def service(request, tmp_path_factory):
             patch.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "helpers" / "triton_cpu"))
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")  # vLLM's own routes for weights
         patch.setenv("TORCHDYNAMO_DISABLE", "1")  # it would compile for minutes what counts logprobs
-        service = Service(tmp_path_factory.mktemp("vllm"), Alone)
-        try:
-            service.vllm.wait(900.0)
+        with running(tmp_path_factory.mktemp("vllm"), Alone) as service:
             yield service
-        finally:
-            service.close()
 
 
 @pytest.fixture(autouse=True)

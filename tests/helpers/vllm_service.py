@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ from paceline.paths import REGISTRY, TRACES, bundled, service_home
 from paceline.serving.loading.families import read_drafter_files
 from tests.helpers.scripted import ProcessLauncher
 
-PYTHON = os.environ.get("PACELINE_VLLM_PYTHON", "")
 K, MAX_TOKENS, SERVICE = 5, 40, "live"
 NEAR_TIE = 0.125
 """Nats between the two best tokens; as in test_vllm.py."""
@@ -159,6 +157,17 @@ class Service:
             "the last rows",
         )
         time.sleep(1.0)  # for the controller's pass
+
+
+@contextlib.contextmanager
+def running(folder: Path, serve: Callable[[Service], Any]) -> Iterator[Service]:
+    """A service once its vLLM answers."""
+    service = Service(folder, serve)
+    try:
+        service.vllm.wait(900.0)
+        yield service
+    finally:
+        service.close()
 
 
 def assert_same(answers, plain):
