@@ -87,7 +87,7 @@ def test_rounds_tell_the_policy_the_longest_context():
     observe, budget.observe = budget.observe, lambda round_: (seen.append(round_), observe(round_))
     for name, length in (("a", 5), ("b", 30)):
         prompt = tuple(range(1, 1 + length))
-        params = SamplingParams(max_tokens=20)
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
         engine.submit(GenerationRequest(request_id=name, prompt_token_ids=prompt, params=params), lambda _event: None)
     while engine.step():
         pass
