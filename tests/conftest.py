@@ -22,6 +22,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")  # at 15 they would wait for every other test
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 if "RAY_AUTH_TOKEN_PATH" not in os.environ:  # else Ray would write ~/.ray/auth_token
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

@@ -129,7 +129,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
             engine=EngineConfig(max_running=8, max_waiting=16, kv_bytes=8 * 2**20, num_threads=1),
             policy=PolicyConfig(policy="payoff", epoch_s=2.0, min_rows=64, holdback_percent=0, job_time_limit_s=60.0),
             trace=TraceConfig(flush_interval_s=0.5, shard_rows=128),
-            trainer_resources=TrainerResources(num_cpus=0, resources={"train_slot": 1}, start_timeout_s=RESTART_S),
+            trainer_resources=TrainerResources(
+                num_cpus=0, resources={"train_slot": 1}, start_timeout_s=RESTART_S, niceness=0
+            ),
         )  # fmt: skip
         nodes = Nodes(folder / "homes", num_cpus=0)
         stack.callback(nodes.cluster.shutdown)

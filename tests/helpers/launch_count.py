@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from paceline.kernels.dispatch import Kernels
 
@@ -43,7 +43,8 @@ class LaunchCount(TorchDispatchMode):
         """Count nothing: inside of a kernel or a graph."""
         before, self.is_paused = self.is_paused, True
         try:
-            yield
+            with _disable_current_modes():  # no call of Python for each operator
+                yield
         finally:
             self.is_paused = before
 
@@ -92,10 +93,9 @@ class WaitCount(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: Counter[str] = Counter()
-        self.is_paused = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name in self.NAMES and not self.is_paused:
+        if name in self.NAMES:
             self.names[name] += 1
         return func(*args, **(kwargs or {}))

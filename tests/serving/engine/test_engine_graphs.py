@@ -87,19 +87,17 @@ def test_parallel_heads_draft_by_graph_and_the_tokens_are_the_target_s(count, is
 
 
 class UncountedGraphs(CountingGraphs):
-    """Graphs whose replays count as one launch each, whatever the references do inside."""
+    """Graphs whose replays count as one launch each and no wait, whatever the references do inside."""
 
-    def __init__(self, count, waits):
+    def __init__(self, count):
         super().__init__()
-        self.count, self.waits = count, waits
+        self.count = count
 
     def capture(self, run):
         def replay():
             self.count.names["replay"] += 1
-            self.waits.is_paused = True
-            with self.count.paused():
+            with self.count.paused(), torch._C.DisableTorchFunction():
                 run()
-            self.waits.is_paused = False
 
         return super().capture(replay)
 
@@ -111,17 +109,18 @@ def build_family(family, target):
     return specblock(target)[0] if family == "specblock" else parallel_head(target, is_causal=family == "jetspec")
 
 
-def steady_rounds(family, count, temperatures, *, has_traces=False, **changes):
+@functools.cache
+def steady_rounds(family, count, temperatures, *, has_traces=False, policy=TREE.policy):
     """What rounds launch and how often they wait, of those before and behind which the same requests run."""
     launches, waits, found, running = LaunchCount(), WaitCount(), [], []
     kernels = launches.kernels(STATIC_KERNELS)
     target = make_target(kernels)
     build = build_family(family, target)
-    tree = dataclasses.replace(TREE, **changes)
-    policy = DevicePolicy(tree, vocab_size=target.vocab_size, kernels=kernels)
+    tree = dataclasses.replace(TREE, policy=policy)
+    trees = DevicePolicy(tree, vocab_size=target.vocab_size, kernels=kernels)
     traces = Sinks() if has_traces else None
     slots = DrafterSlots(build(), "v1")
-    engine = make_engine(target, slots, UncountedGraphs(launches, waits), policy, traces, tree=tree)
+    engine = make_engine(target, slots, UncountedGraphs(launches), trees, traces, tree=tree)
 
     def note(_):
         running.append(engine.stats()["num_running"])
@@ -146,7 +145,7 @@ ROUNDS = pytest.mark.parametrize("temperatures", [(0.0,), (0.9, 0.0, 0.7)], ids=
 def test_a_round_launches_little_beside_its_graphs(count, family, temperatures, has_traces, monkeypatch):
     """One upload, a replay for the drafter and three for the target, one download: as many whatever the batch."""
     monkeypatch.setenv(ISA_VARIABLE, "none")
-    rounds = steady_rounds(family, count, temperatures, has_traces=has_traces)
+    rounds = steady_rounds(family, count, temperatures, has_traces=has_traces, policy="fixed")
     assert len(rounds) >= 2 and all(names["replay"] >= 3 for names, _ in rounds)
     assert max(names["replay"] for names, _ in rounds) >= 4, "a drafter's replay"
     most = max((names for names, _ in rounds), key=lambda names: names.total())
@@ -216,7 +215,7 @@ def test_rounds_with_prompt_rows_stay_on_the_device(family, temperatures, monkey
     target = make_target(launches.kernels(STATIC_KERNELS))
     policy = DevicePolicy(TREE, vocab_size=target.vocab_size, kernels=target.kernels)
     slots = DrafterSlots(build_family(family, target)(), "v1")
-    engine = make_engine(target, slots, UncountedGraphs(launches, waits), policy, **CHUNKS)
+    engine = make_engine(target, slots, UncountedGraphs(launches), policy, **CHUNKS)
 
     def note(_):
         counts = engine.stats()["num_prefill_rows"], engine.scheduler.num_running
@@ -319,7 +318,7 @@ def test_requests_of_several_drafters_share_a_round_on_the_device(temperatures):
     launches, waits, found = LaunchCount(), WaitCount(), []
     slots = DrafterSlots(build(), "v1", first=build(), spawn=build)
     policy = DevicePolicy(TREE, vocab_size=target.vocab_size)
-    engine = make_engine(target, slots, UncountedGraphs(launches, waits), policy)
+    engine = make_engine(target, slots, UncountedGraphs(launches), policy)
     prompts = make_prompts(6, temperatures)
     expected = generate(make_engine(make_target(), DrafterSlots()), prompts)
 
