@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import msgspec
 import numpy as np
 
@@ -41,8 +44,8 @@ class BatchCost(msgspec.Struct, frozen=True, kw_only=True):
     def token_s(self, length: np.ndarray | float) -> np.ndarray:
         """Device seconds per token at an acceptance length, like its argument; never dearer than plain decoding."""
         plain = np.inf if self.plain_token_s is None else self.plain_token_s
-        drafted = np.inf if self.round_s is None else self.round_s / np.maximum(length, 1.0)
-        return np.minimum(drafted, plain) + 0.0 * np.asarray(length)
+        round_s = np.inf if self.round_s is None else self.round_s
+        return np.minimum(round_s / np.maximum(length, 1.0), plain)
 
 
 class BucketBelief(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,7 +92,7 @@ class BucketBelief(msgspec.Struct, frozen=True, kw_only=True):
     def tokens_s(self, lengths: np.ndarray | float) -> np.ndarray:
         """`token_s` of every element, over the batch sizes that are served now."""
         if self.batches:
-            return sum((b.share * b.token_s(lengths) for b in self.batches), np.zeros_like(np.asarray(lengths, float)))
+            return functools.reduce(operator.add, [b.share * b.token_s(lengths) for b in self.batches])
         return BatchCost(share=1.0, round_s=self.round_s, plain_token_s=self.plain_token_s).token_s(lengths)
 
     def relative_gain(self, length_from: float, length_to: float) -> float:

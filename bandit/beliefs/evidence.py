@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 
 import msgspec
@@ -17,9 +18,9 @@ DISCOUNT = 0.8
 """Weight that a bucket's earlier bursts keep at each new one."""
 NEEDED = LOG_SURE + math.log(len(TILTS))
 """Log evidence of the best tilt at which the mixture of all is sure."""
-POINTS = (np.arange(8) + 0.5) / 8
+POINTS = tuple((i + 0.5) / 8 for i in range(8))
 """Where between its first and its last scored request a learner's gain is looked at."""
-RISES = np.geomspace(0.01, 4.0, 60)
+RISES = np.geomspace(0.01, 4.0, 60).tolist()
 """Relative rises of the acceptance length among which the least sure one is looked up."""
 
 
@@ -80,13 +81,18 @@ class EvidenceModel(msgspec.Struct):
         first = max(rows_before / per_request, float(UNSCORED_REQUESTS))
         if last - first < 1.0 or last - UNSCORED_REQUESTS < MIN_REQUESTS:
             return math.inf
-        at = first + POINTS * (last - first)
-        path = np.array([learned_share(n * per_request) for n in at]) / learned_share(last * per_request)
-        squares = np.maximum(np.log1p(RISES[:, None] * path) - math.log1p(least), 0.0) ** 2
-        growth = np.minimum(math.log(2.0), 0.5 * squares / (squares + _known(self.deviation, bucket, PRIOR_SD) ** 2))
+        whole, log_least = learned_share(last * per_request), math.log1p(least)
+        path = [learned_share((first + share * (last - first)) * per_request) / whole for share in POINTS]
+        variance = _known(self.deviation, bucket, PRIOR_SD) ** 2
         needed = NEEDED if log_evidence is None else min(LOG_SURE - log_evidence, NEEDED)
-        is_sure = growth.mean(axis=1) * (last - first) >= needed
-        return float(RISES[int(np.argmax(is_sure))]) if is_sure.any() else math.inf
+
+        def is_sure(rise: float) -> bool:
+            squares = [max(math.log1p(rise * part) - log_least, 0.0) ** 2 for part in path]
+            growth = sum(min(math.log(2.0), 0.5 * square / (square + variance)) for square in squares)
+            return growth / len(path) * (last - first) >= needed
+
+        at = bisect.bisect_left(RISES, True, key=is_sure)  # more of a rise is never less sure
+        return RISES[at] if at < len(RISES) else math.inf
 
 
 def _blend(values: dict[str, float], bucket: str, value: float) -> None:

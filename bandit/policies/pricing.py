@@ -23,7 +23,7 @@ MAX_HEADROOM = 1.2
 """Bounds of the headroom, relative to the acceptance length now."""
 GATE_GAIN = 0.02
 """Least relative rise of the acceptance length that a swap is thought to cost."""
-QUANTILES = (-1.2816, -0.5244, 0.0, 0.5244, 1.2816)
+QUANTILES = np.array([-1.2816, -0.5244, 0.0, 0.5244, 1.2816])
 """Normal quantiles at 10, 30, 50, 70 and 90%: the mean over them prices the kinks at plain decoding and at what is sure."""
 
 
@@ -187,8 +187,8 @@ def _expected_gains(
     belief: BucketBelief, mean: float, sd: float, known: float, sure_rise: float
 ) -> tuple[float, float]:
     """Expected gain over the live version, and over the best existing one, whose gain over the live one is `known`."""
-    gains = passed_gains(belief, mean + sd * np.asarray(QUANTILES), sure_rise)
-    return float(gains.mean()), float(np.maximum(gains - known, 0.0).mean())
+    gains = passed_gains(belief, mean + sd * QUANTILES, sure_rise).tolist()
+    return sum(gains) / len(gains), sum(max(g - known, 0.0) for g in gains) / len(gains)
 
 
 def passed_gains(belief: BucketBelief, rises: np.ndarray, sure_rise: float) -> np.ndarray:

@@ -9,6 +9,7 @@ lies between it and the bound.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -48,6 +49,17 @@ class Outcome:
     num_swaps: int
 
 
+class Trained(NamedTuple):
+    """What a plan has trained: versions by the step from which each can serve, what they took, by step."""
+
+    lengths: np.ndarray  # (V, D)
+    ready: np.ndarray  # (V,)
+    train_s: np.ndarray  # (T,)
+    shadow_s: np.ndarray  # (T,)
+    busy: np.ndarray  # (T,) share of the step
+    events: list[dict]
+
+
 class Executor:
     """Carries plans out on one cell and seed."""
 
@@ -68,8 +80,11 @@ class Executor:
         self.written = traffic.rows()
         self.staging_s = outcomes.staging_s * traffic.num_replicas
 
-    def run(self, plan: list[PlannedJob]) -> Outcome:
-        """Train by plan, serve as well as the versions there are allow."""
+    def run(self, plans: list[list[PlannedJob]]) -> list[Outcome]:
+        """Train by each plan, serve as well as the versions there are allow."""
+        return self._serve([self._train(plan) for plan in plans])
+
+    def _train(self, plan: list[PlannedJob]) -> Trained:
         steps, step_s = self.traffic.num_steps, self.traffic.step_s
         lengths, ready, events = [self.first], [0], []
         train_s, shadow_s = np.zeros(steps), np.zeros(steps)
@@ -100,7 +115,7 @@ class Executor:
                 continue
             lengths.append(self.outcomes.trained(job.domain, base, closed))
             ready.append(end)
-        return self._serve(np.stack(lengths), np.array(ready), train_s, shadow_s, busy, events)
+        return Trained(np.stack(lengths), np.array(ready), train_s, shadow_s, busy, events)
 
     def _base(self, lengths: list[np.ndarray], ready: list[int], job: PlannedJob, k: int) -> np.ndarray:
         if job.from_first:
@@ -108,34 +123,33 @@ class Executor:
         known = [v for v, at in zip(lengths, ready, strict=True) if at <= k + 1]
         return max(known, key=lambda v: float(v[job.domain]))
 
-    def _serve(
-        self,
-        lengths: np.ndarray,
-        ready: np.ndarray,
-        train_s: np.ndarray,
-        shadow_s: np.ndarray,
-        busy: np.ndarray,
-        events: list[dict],
-    ) -> Outcome:
-        """The cheapest sequence of versions for every domain; lengths: (V, D), each from its step in `ready` on."""
+    def _serve(self, trained: list[Trained]) -> list[Outcome]:
+        """The cheapest sequence of versions for every domain of every plan."""
         steps, tokens = self.traffic.num_steps, self.traffic.tokens
-        slow = 1.0 + self.slowdown * busy  # (T,)
-        is_ready = np.arange(steps)[:, None] >= ready[None, :]  # (T, V)
-        token_s = self.traffic.token_s(lengths)  # (V, D)
-        own_s = self.share * (tokens * slow[:, None])[:, :, None] * token_s.T[None]  # (T, D, V)
-        path = self._paths(np.where(is_ready[:, None, :], own_s, np.inf))
-        served_s = (1.0 - self.share) * self.first_s * slow
-        served_s += np.take_along_axis(own_s, path[:, :, None], axis=2).sum(axis=(1, 2))
-        num_swaps = np.concatenate([path[:1] != 0, path[1:] != path[:-1]]).sum(axis=1)
-        flow = self.first_s - served_s - train_s - shadow_s - self.staging_s * num_swaps
-        spent = {
-            "training": float(train_s.sum()),
-            "shadow": float(shadow_s.sum()),
-            "interference": float((served_s - served_s / slow).sum()),
-            "staging": float(self.staging_s * num_swaps.sum()),
-        }
-        num = int(num_swaps.sum())
-        return Outcome(float(flow.sum()), flow, spent, events, len(lengths) - 1, num)
+        most = max(len(t.ready) for t in trained)
+        own_s = np.full((steps, len(trained), tokens.shape[1], most), np.inf)
+        slows = [1.0 + self.slowdown * t.busy for t in trained]  # (T,) each
+        for n, (t, slow) in enumerate(zip(trained, slows, strict=True)):
+            is_ready = np.arange(steps)[:, None] >= t.ready[None, :]  # (T, V)
+            token_s = self.traffic.token_s(t.lengths)  # (V, D)
+            cost = self.share * (tokens * slow[:, None])[:, :, None] * token_s.T[None]  # (T, D, V)
+            own_s[:, n, :, : len(t.ready)] = np.where(is_ready[:, None, :], cost, np.inf)
+        paths = self._paths(own_s.reshape(steps, -1, most)).reshape(steps, len(trained), -1)  # (T, N, D)
+        served = np.take_along_axis(own_s, paths[..., None], axis=3).sum(axis=(2, 3))  # (T, N)
+        num_swaps = np.concatenate([paths[:1] != 0, paths[1:] != paths[:-1]]).sum(axis=2)
+        outcomes = []
+        for n, (t, slow) in enumerate(zip(trained, slows, strict=True)):
+            served_s = (1.0 - self.share) * self.first_s * slow + served[:, n]
+            flow = self.first_s - served_s - t.train_s - t.shadow_s - self.staging_s * num_swaps[:, n]
+            num = int(num_swaps[:, n].sum())
+            spent = {
+                "training": float(t.train_s.sum()),
+                "shadow": float(t.shadow_s.sum()),
+                "interference": float((served_s - served_s / slow).sum()),
+                "staging": float(self.staging_s * num),
+            }
+            outcomes.append(Outcome(float(flow.sum()), flow, spent, t.events, len(t.ready) - 1, num))
+        return outcomes
 
     def _paths(self, cost: np.ndarray) -> np.ndarray:
         """(T, D) the version of every step at the least cost, (T, D, V) seconds, swaps included; it begins with version 0."""
@@ -199,16 +213,15 @@ def best_plan(
         for e in bound.events
     ]
     executor = Executor(traffic, outcomes, config, slowdown=slowdown, arms=arms)
-    best = executor.run(plan)
+    best, nothing = executor.run([plan, []])
     for _ in range(MAX_ROUNDS):
-        tried = [(executor.run(p), p) for p in neighbours(plan, arms)]
-        if not tried:
+        plans = neighbours(plan, arms)
+        if not plans:
             break
-        found, changed = max(tried, key=lambda t: t[0].net_s)
+        found, changed = max(zip(executor.run(plans), plans, strict=True), key=lambda t: t[0].net_s)
         if found.net_s <= best.net_s + 1e-9:
             break
         best, plan = found, changed
-    nothing = executor.run([])
     best = max(best, nothing, key=lambda o: o.net_s)
     return planned_result(
         traffic,

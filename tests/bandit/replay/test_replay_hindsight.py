@@ -59,7 +59,7 @@ def test_a_version_of_the_plan_is_the_one_that_the_world_would_train(forgetting)
         step=30, domain=1, bucket="b1", arm=ARM, base=FIRST, rows=int(rows), rows_per_request=2.0, time_limit_s=1e9, decision_id=1
     )  # fmt: skip
     truth = outcomes.train(order)
-    run = executor.run([PlannedJob(step=30, domain=1, arm=0, rows=rows)])
+    run = executor.run([[PlannedJob(step=30, domain=1, arm=0, rows=rows)]])[0]
     assert (truth.version is not None) == (run.num_accepted == 1)
     assert run.spent["training"] == pytest.approx(truth.train_s)
     assert run.spent["shadow"] >= truth.shadow_s > 0, "the plan scores every row"
@@ -73,18 +73,18 @@ def test_a_version_of_the_plan_is_the_one_that_the_world_would_train(forgetting)
 def test_refused_jobs_and_bad_moments_bring_no_version():
     traffic, outcomes = draw_world(_cell({"headroom": 0.0}), 0)
     executor = Executor(traffic, outcomes, CONFIG, slowdown=0.05, arms=(ARM,))
-    one = executor.run([PlannedJob(step=30, domain=1, arm=0, rows=64.0)])
+    one = executor.run([[PlannedJob(step=30, domain=1, arm=0, rows=64.0)]])[0]
     assert one.num_accepted == 0 and one.net_s < 0 and one.num_swaps == 0
     outcomes.fate[:] = 0.0
     outcomes.failed = outcomes.harmful = 0.25
-    assert executor.run([PlannedJob(step=30, domain=1, arm=0, rows=64.0)]).net_s == pytest.approx(0.0, abs=1e-9)
+    assert executor.run([[PlannedJob(step=30, domain=1, arm=0, rows=64.0)]])[0].net_s == pytest.approx(0.0, abs=1e-9)
 
 
 def test_one_job_at_a_time():
     traffic, outcomes = draw_world(_cell({"train_cost": 4.0}), 1)
     executor = Executor(traffic, outcomes, CONFIG, slowdown=0.0, arms=(ARM,))
     plan = [PlannedJob(step=40, domain=1, arm=0, rows=64.0), PlannedJob(step=40, domain=0, arm=0, rows=64.0)]
-    starts = [e["t"] for e in executor.run(plan).events]
+    starts = [e["t"] for e in executor.run([plan])[0].events]
     seconds = float(sum(outcomes.job_seconds(ARM, 64.0, 40)))
     assert starts[1] >= starts[0] + np.floor(seconds / traffic.step_s) * traffic.step_s
 
@@ -106,5 +106,5 @@ def test_the_search_never_ends_below_the_plan_it_began_with():
         for e in bound.events
     ]
     found = best_plan(traffic, outcomes, CONFIG, slowdown=0.05, arms=(ARM,))
-    assert found.net_s >= max(executor.run(begun).net_s, 0.0) - 1e-9
+    assert found.net_s >= max(executor.run([begun])[0].net_s, 0.0) - 1e-9
     assert all(len(p) in (len(begun), len(begun) - 1) for p in neighbours(begun, (ARM,)))
