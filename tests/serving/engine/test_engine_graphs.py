@@ -315,7 +315,7 @@ def test_requests_of_several_drafters_share_a_round_on_the_device(temperatures):
     """Adaptive, hold-back and plain requests side by side, and after a swap the twin's graphs."""
     target, groups = make_target(STATIC_KERNELS), (Group.ADAPTIVE, Group.STATIC, Group.PLAIN)
     (build, _), (_, state) = specblock(target), specblock(target, seed=1)
-    launches, waits, found = LaunchCount(), WaitCount(), []
+    launches, found = LaunchCount(), []
     slots = DrafterSlots(build(), "v1", first=build(), spawn=build)
     policy = DevicePolicy(TREE, vocab_size=target.vocab_size)
     engine = make_engine(target, slots, UncountedGraphs(launches), policy)
