@@ -55,6 +55,7 @@ class DrafterRegistry:
         self._fs, self._root = open_store(root)
         self._clock = clock or SystemClock()
         self._max_blob_bytes = max_blob_bytes
+        self._listed: dict[str, DrafterManifest] = {}
 
     @staticmethod
     def version_of(state: dict[str, torch.Tensor], *, drafter_type: str, config: dict, target_version: str) -> str:
@@ -184,20 +185,24 @@ class DrafterRegistry:
             log.debug("weights of drafter %s were gone already", version)
 
     def list(self) -> list[DrafterManifest]:
-        """Readable manifests of every target, oldest first; a damaged one is logged and left out."""
+        """Readable manifests of every target, oldest first; a damaged one is logged and left out.
+
+        Each is read once: manifests do not change, and stores ask money for every read.
+        """
         self._fs.invalidate_cache()
         try:
             entries = self._fs.ls(f"{self._root}/manifests", detail=False)
         except FileNotFoundError:
             return []
-        out = []
+        found = {}
         for name in (e.rsplit("/", 1)[-1].removesuffix(".json") for e in entries):
             if _VERSION.fullmatch(name):
                 try:
-                    out.append(self.get_manifest(name))
+                    found[name] = self._listed.get(name) or self.get_manifest(name)
                 except ManifestError as e:
                     log.warning("%s", e)
-        return sorted(out, key=lambda m: (m.created, m.version))
+        self._listed = found
+        return sorted(found.values(), key=lambda m: (m.created, m.version))
 
     def _manifest_path(self, version: str) -> str:
         if not _VERSION.fullmatch(version):

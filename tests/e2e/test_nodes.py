@@ -1,14 +1,20 @@
-"""A service over several computers that share no folder: two replicas, a trainer and a head on raylets with a home each."""
+"""A service over several computers that share no folder: two replicas, a trainer and a head on raylets with a home each.
+
+They share an S3 server and a Redis behind TLS, each by a port that can be cut for the processes of one of them.
+"""
 
 from __future__ import annotations
 
+import logging
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import httpx
 import psutil
 import pytest
@@ -29,6 +35,7 @@ from paceline.infra.state.redis_clients import Keys, patient_client
 from paceline.infra.state.redis_server import EmbeddedRedis
 from paceline.machine import free_port
 from paceline.serving.loading.target import read_target
+from tests.helpers.cut_ports import CutPort
 from tests.helpers.hosts import ledger
 from tests.helpers.nodes import Nodes
 from tests.helpers.service_load import (
@@ -38,11 +45,14 @@ from tests.helpers.service_load import (
     Answer,
     ask,
     fresh_state,
+    make_certificate,
     put_drafter,
     replicas_of,
     tiny_config,
 )
 
+moto = pytest.importorskip("moto.server")
+logging.getLogger("werkzeug").setLevel(logging.WARNING)  # a line for every request of the store
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 NAME, NUM_TOKENS, WIDTH = "nodes", 48, 4
 ROOT = Path(__file__).parents[2]
@@ -50,6 +60,8 @@ SERVING: dict[str, Any] = {"num_cpus": 1, "labels": {ROLE_LABEL: "serve"}}
 TRAINING: dict[str, Any] = {"num_cpus": 0, "resources": {"train_slot": 1}, "labels": {ROLE_LABEL: TRAIN_ROLE}}
 ENGINE, CONTROLLER, TRAINER = "ray::ServeReplica:nodes:engine", "ray::ControllerActor", "ray::train_task"
 IDLE = "ray::IDLE"
+AWS = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1"}
+BUCKET = "paceline"
 
 
 @dataclass(kw_only=True)
@@ -57,6 +69,8 @@ class Site:
     """The cluster, and the service on it."""
 
     nodes: Nodes
+    shared: tuple[CutPort, CutPort]
+    """Redis' and the object store's."""
     config: ServiceConfig
     url: str
 
@@ -74,16 +88,30 @@ class Site:
     def post(self, command: str, **values: str) -> httpx.Response:
         return HTTP.post(f"{self.url}/paceline/{command}", json=values, timeout=60)
 
-    def publish(self, seed: int) -> str:
+    def pin(self, seed: int) -> str:
         """Version of a drafter that was put into the store and is pinned."""
         target, registry = read_target(self.config.model), DrafterRegistry(self.paths.registry)
         version = put_drafter(registry, target, Path(self.config.model).parent / f"d{seed}", seed)
         self.post("pin", version=version).raise_for_status()
+        return version
+
+    def publish(self, seed: int) -> str:
+        """As `pin`, and both replicas serve it."""
+        version = self.pin(seed)
         self.wait_version(version)
         return version
 
+    def versions(self) -> set[str]:
+        """Those that the replicas serve."""
+        return {r["version"] for r in replicas_of(self.url).values()}
+
     def wait_version(self, version: str) -> None:
-        wait_for(lambda: {r["version"] for r in replicas_of(self.url).values()} == {version}, "it on both nodes")
+        wait_for(lambda: self.versions() == {version}, "it on both nodes")
+
+    def serving_nodes(self) -> tuple[str, str]:
+        """Both, that without the controller first."""
+        (home,) = self.nodes.where(CONTROLLER)
+        return ("w2", "w1") if home != "w2" else ("w1", "w2")
 
     def load(self) -> Load:
         return Load(self.url, ask_one, width=WIDTH)
@@ -123,9 +151,20 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv(PROXY_VARIABLE, PROXY_CALLBACK)
         patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
-        redis = stack.enter_context(EmbeddedRedis(folder / "redis"))
+        store = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        store.start()
+        stack.callback(store.stop)
+        s3 = stack.enter_context(CutPort(store.get_host_and_port()[1]))
+        for name, value in {**AWS, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{s3.port}"}.items():
+            patch.setenv(name, value)
+        fsspec.filesystem("s3").mkdir(BUCKET)
+        server, cert = stack.enter_context(EmbeddedRedis(folder / "redis")), make_certificate(folder)
+        redis = stack.enter_context(CutPort(server.port, cert))
+        password = server.url.removeprefix("redis://").rpartition("@")[0]
+        assert password
         config = tiny_config(
-            folder, NAME, data_dir="~/paceline", store_url=f"file://{folder}/store", redis_url=redis.url,
+            folder, NAME, data_dir="~/paceline", store_url=f"s3://{BUCKET}/test",
+            redis_url=f"rediss://{password}@127.0.0.1:{redis.port}/0?ssl_ca_certs={cert[0]}",
             engine=EngineConfig(max_running=8, max_waiting=16, kv_bytes=8 * 2**20, num_threads=1),
             policy=PolicyConfig(policy="payoff", epoch_s=2.0, min_rows=64, holdback_percent=0, job_time_limit_s=60.0),
             trace=TraceConfig(flush_interval_s=0.5, shard_rows=128),
@@ -143,7 +182,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         stack.callback(ray.shutdown)
         port = free_port()
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-        made = Site(nodes=nodes, config=config, url=f"http://127.0.0.1:{port}")
+        made = Site(nodes=nodes, shared=(redis, s3), config=config, url=f"http://127.0.0.1:{port}")
         made.deploy()
 
         def is_running() -> bool:
@@ -163,19 +202,41 @@ def test_nodes_without_a_shared_folder_learn_from_each_others_traffic(site: Site
         wait_for(lambda: sum(s.num_rows for s in traces.list_shards("load")) >= 64, "traces in the store")
         wait_for(lambda: site.post("train", bucket="load", arm="head").is_success, "an epoch with traffic of the class")
         assert wait_for(lambda: site.nodes.where(TRAINER), "a training process", RESTART_S) == ["tr"]
-    # The job is niced: beside a load that never rests, two cores would leave it next to nothing
+    # Without the load, which would leave the job little of two cores
     outcomes = wait_for(lambda: site.outcomes(), "the end of the job", RESTART_S)
-    assert set(outcomes) <= {"accepted", "rejected"}, fresh_state(site.url)["decisions"]
+    assert set(outcomes) <= {"accepted", "rejected", "learning"}, fresh_state(site.url)["decisions"]
     with site.load() as later:
         site.publish(7)
     site.check_books(load.answers + later.answers, num_before, before)
     assert site.entries() > before, "the job's costs"
     assert ray.get(get_controller(NAME).pid.remote(), timeout=60) == pid, "one controller, whose replicas agree on it"
-    stored = Path(site.config.store_url.removeprefix("file://")) / "services" / NAME  # type: ignore[union-attr]
-    assert {"traces", "registry", "learners"} <= {path.name for path in stored.iterdir()}
+    stored = fsspec.filesystem("s3", use_listings_cache=False).ls(f"{BUCKET}/test/services/{NAME}")
+    assert {"traces", "registry", "learners"} <= {path.rpartition("/")[2] for path in stored}
     homes = [site.nodes.home(name) / "paceline" / "services" / NAME for name in ("head", "w1", "w2", "tr")]
     assert sum(home.is_dir() for home in homes) >= 2, "log files are each node's own"
     assert not [p for home in homes for name in ("traces", "registry", "learners") if (p := home / name).exists()]
+
+
+def test_a_node_that_is_cut_off_from_redis_and_store_serves_on_and_catches_up(site: Site) -> None:
+    before, num_before = site.publish(6), site.num_folded()
+    lost, _ = site.serving_nodes()
+    redis, s3 = site.shared
+
+    def pids() -> list[int]:
+        return [p.pid for p in site.nodes.processes(lost)]
+
+    with site.load() as load:
+        with redis.cut_off(pids), s3.cut_off(pids):
+            version = site.pin(5)
+            wait_for(lambda: site.versions() == {before, version}, "the version on the node that is not cut off")
+            num_answers, until = len(load.answers), time.monotonic() + 4.0
+            wait_for(
+                lambda: time.monotonic() > until and len(load.answers) > num_answers + 4 * WIDTH, "answers meanwhile"
+            )
+            assert site.versions() == {before, version}
+        site.wait_version(version)
+    assert not sum(a.num_refusals for a in load.answers)
+    site.check_books(load.answers, num_before, set())
 
 
 def release(folder: Path, version: str) -> Path:
@@ -239,8 +300,7 @@ def test_a_service_outlives_a_node_and_is_whole_when_the_node_is_back(site: Site
         }
 
     pinned, before, whole = site.publish(9), site.entries(), lasting()
-    (home,) = site.nodes.where(CONTROLLER)
-    lost, other = ("w2", "w1") if home == "w2" else ("w1", "w2")
+    other, lost = site.serving_nodes()
     with site.load() as load:
         wait_for(lambda: len(load.answers) > 2 * WIDTH, "answers")
         site.nodes.kill(lost)

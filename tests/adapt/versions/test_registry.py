@@ -159,3 +159,17 @@ def test_deleted_weights_leave_the_manifest_and_come_back_with_the_same_content(
     with pytest.raises(ManifestError, match="missing"):
         registry.load_state(m.version)
     assert registry.put(state(), **FIELDS) == m and registry.has_weights(m.version)
+
+
+def test_the_list_reads_each_manifest_once_and_follows_the_store(tmp_path, monkeypatch):
+    writer, reader = DrafterRegistry(tmp_path), DrafterRegistry(tmp_path)
+    versions, reads = [writer.put(state(seed), **FIELDS).version for seed in (1, 2)], []
+    read = reader._fs.cat_file
+    monkeypatch.setattr(reader._fs, "cat_file", lambda path: reads.append(path) or read(path))
+    assert [m.version for m in reader.list()] == [m.version for m in reader.list()] and len(reads) == 2
+    versions.append(writer.put(state(3), **FIELDS).version)
+    assert {m.version for m in reader.list()} == set(versions) and len(reads) == 3
+    (tmp_path / "manifests" / f"{versions[0]}.json").unlink()
+    assert {m.version for m in reader.list()} == set(versions[1:])
+    back = writer.put(state(1), **FIELDS)
+    assert back in reader.list() and len(reads) == 4, "it is read anew, as written now"
