@@ -274,7 +274,8 @@ class ResumingClient:
                         f"{progress.num_broken} replicas in a row did not finish this request, the last because "
                         f"{progress.reasons[-1]}; send it again"
                     )
-                progress.lost_s, progress.backoff_s = self._timer(), 0.0
+                # A client's leaving breaks the stream as well, a moment before `abort` says so: nobody waits for the rest then
+                progress.lost_s, progress.backoff_s = self._timer(), FIRST_BACKOFF_S
             if deadline_s is not None and self._clock.now() >= deadline_s:
                 _settle(admitted)
                 return on_event(splice.end("deadline", elapsed_ms=self._elapsed_ms(progress)))

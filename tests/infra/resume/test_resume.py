@@ -333,6 +333,24 @@ def test_a_client_that_leaves_frees_the_engine(place: Place) -> None:
     run(main)
 
 
+def test_a_stream_that_breaks_because_its_client_leaves_is_not_resumed(place: Place) -> None:
+    place.way.fail_after = [3]
+
+    async def main() -> None:
+        async with place.http():
+            params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+            request = GenerationRequest(request_id="r", prompt_token_ids=tuple(PROMPT), params=params)
+            place.client.submit_all([request], lambda _: None)
+            while not place.client.counters.num_broken:
+                await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
+            place.client.abort("r")  # the word of the client's leaving comes behind Serve's end of its calls
+            await asyncio.sleep(0.2)
+            assert place.way.num_opened == 1 and place.client.counters.num_resumed == 0
+
+    run(main)
+
+
 def test_a_deadline_that_passes_while_no_engine_is_there_ends_the_request(place: Place) -> None:
     async def main() -> None:
         async with place.http() as _:
