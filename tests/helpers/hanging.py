@@ -20,11 +20,13 @@ class Hanging:
             os.mkfifo(path)
 
     def release(self) -> None:
-        ends = [os.open(path, os.O_RDWR) for path in self.paths]  # who waits for either end goes on
+        hung = [path.rename(path.with_suffix(".hung")) for path in self.paths]  # nobody who comes now finds them
         for path in self.paths:
-            path.unlink()
             with contextlib.suppress(FileNotFoundError):
                 path.with_suffix(".aside").rename(path)
+        ends = [os.open(path, os.O_RDWR) for path in hung]  # who waits for either end goes on
+        for path in hung:
+            path.unlink()
         time.sleep(0.2)  # who found the file before it went may open it yet, and would wait for ever without an end
         for end in ends:
             os.close(end)
