@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
-
 import msgspec
 import numpy as np
 
@@ -92,7 +89,7 @@ class BucketBelief(msgspec.Struct, frozen=True, kw_only=True):
     def tokens_s(self, lengths: np.ndarray | float) -> np.ndarray:
         """`token_s` of every element, over the batch sizes that are served now."""
         if self.batches:
-            return functools.reduce(operator.add, [b.share * b.token_s(lengths) for b in self.batches])
+            return sum((b.share * b.token_s(lengths) for b in self.batches), np.zeros(()))
         return BatchCost(share=1.0, round_s=self.round_s, plain_token_s=self.plain_token_s).token_s(lengths)
 
     def relative_gain(self, length_from: float, length_to: float) -> float:

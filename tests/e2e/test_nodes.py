@@ -19,6 +19,7 @@ import httpx
 import psutil
 import pytest
 import ray
+from moto.server import ThreadedMotoServer
 from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
@@ -51,8 +52,6 @@ from tests.helpers.service_load import (
     tiny_config,
 )
 
-moto = pytest.importorskip("moto.server")
-logging.getLogger("werkzeug").setLevel(logging.WARNING)  # a line for every request of the store
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 NAME, NUM_TOKENS, WIDTH = "nodes", 48, 4
 ROOT = Path(__file__).parents[2]
@@ -151,7 +150,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv(PROXY_VARIABLE, PROXY_CALLBACK)
         patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
-        store = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+        logging.getLogger("werkzeug").setLevel(logging.WARNING)  # a line for every request of the store
+        store = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
         store.start()
         stack.callback(store.stop)
         s3 = stack.enter_context(CutPort(store.get_host_and_port()[1]))
@@ -218,7 +218,7 @@ def test_nodes_without_a_shared_folder_learn_from_each_others_traffic(site: Site
 
 
 def test_a_node_that_is_cut_off_from_redis_and_store_serves_on_and_catches_up(site: Site) -> None:
-    before, num_before = site.publish(6), site.num_folded()
+    old, num_before, before = site.publish(6), site.num_folded(), site.entries()
     lost, _ = site.serving_nodes()
     redis, s3 = site.shared
 
@@ -228,15 +228,15 @@ def test_a_node_that_is_cut_off_from_redis_and_store_serves_on_and_catches_up(si
     with site.load() as load:
         with redis.cut_off(pids), s3.cut_off(pids):
             version = site.pin(5)
-            wait_for(lambda: site.versions() == {before, version}, "the version on the node that is not cut off")
+            wait_for(lambda: site.versions() == {old, version}, "the version on the node that is not cut off")
             num_answers, until = len(load.answers), time.monotonic() + 4.0
             wait_for(
                 lambda: time.monotonic() > until and len(load.answers) > num_answers + 4 * WIDTH, "answers meanwhile"
             )
-            assert site.versions() == {before, version}
+            assert site.versions() == {old, version}
         site.wait_version(version)
     assert not sum(a.num_refusals for a in load.answers)
-    site.check_books(load.answers, num_before, set())
+    site.check_books(load.answers, num_before, before)
 
 
 def release(folder: Path, version: str) -> Path:

@@ -34,7 +34,7 @@ class LaunchCount(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        if not self.is_paused and not func.is_view and not name.startswith(_SILENT):
+        if not func.is_view and not name.startswith(_SILENT):
             self.names[name] += 1
         return func(*args, **(kwargs or {}))
 

@@ -110,7 +110,7 @@ def build_family(family, target):
 
 
 @functools.cache
-def steady_rounds(family, count, temperatures, *, has_traces=False, policy=TREE.policy):
+def steady_rounds(family, count, temperatures, *, has_traces, policy):
     """What rounds launch and how often they wait, of those before and behind which the same requests run."""
     launches, waits, found, running = LaunchCount(), WaitCount(), [], []
     kernels = launches.kernels(STATIC_KERNELS)
