@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -235,7 +236,8 @@ def train_drafter(
         target_dir: folder of a local transformers checkpoint with its tokenizer.
         data: corpus folder, or any folder with .jsonl/.txt prompts when recipe.domains is empty.
         progress: (done, total, info); info["phase"] is "text" (tokens) or "train" (optimizer steps).
-    Returns: per domain the held-out numbers. Raises: ConfigError on missing data or a foreign checkpoint.
+    Returns: per domain the held-out numbers; `trained_`: of as many requests of its training text. Raises: ConfigError on
+    missing data or a foreign checkpoint.
     """
     folder, source = Path(out), Path(target_dir)
     family = training_family(recipe.drafter)
@@ -301,6 +303,9 @@ def train_drafter(
                 if of_kind:
                     length = replayed_length(of_kind, replay(model, handle, of_kind, recipe.num_nodes))
                     results[domain][f"acceptance_length_{kind}"] = length
+            if seen := _like(kept, traces, domain):
+                numbers = evaluate(model, run.tables, seen, recipe)
+                results[domain] |= {f"trained_{name}": numbers[name] for name in ("nll", "block1_slot0")}
     training = {
         "command": command, "rows": done.rows, "steps": run.step, "kept_step": done.best.step, "seconds": done.seconds,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -309,6 +314,13 @@ def train_drafter(
         folder, recipe={**asdict(recipe), "loss": asdict(run.loss)}, config=config.to_dict(), text=text, results=results, num_nodes=recipe.num_nodes, done=training,
     )  # fmt: skip
     return results
+
+
+def _like(kept: Sequence[RequestTrace], traces: Sequence[RequestTrace], domain: str) -> list[RequestTrace]:
+    """As many requests of the training text as were kept from it, whose prompts end where theirs do."""
+    ends = {t.token_ids[t.prompt_len - 1] for t in kept}
+    alike = (t for t in traces if t.bucket == domain and t.token_ids[t.prompt_len - 1] in ends)
+    return list(itertools.islice(alike, len(kept)))
 
 
 def _wants_autocast(model: DrafterModel, recipe: DrafterRecipe, device: torch.device) -> bool:

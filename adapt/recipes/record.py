@@ -70,7 +70,8 @@ def write_provenance(
         "that sample; the numbers below are on other held-out requests.\n\n"
         f"## Prompts and their licences\n\n{sources}\n\n"
         f"## Held-out documents\n\n`nll` in nats per row at the first slot; `blockB_slotS` is the share of rows whose "
-        f"slots 0..S of block B are all right; acceptance length by exact replay with {num_nodes} draft nodes.\n\n"
+        f"slots 0..S of block B are all right; acceptance length by exact replay with {num_nodes} draft nodes. "
+        f"`trained_`: the same of training requests; how far the two are apart says how much was learned by heart.\n\n"
         f"{table}\n## Recipe\n\n```json\n{json.dumps(recipe, indent=1)}\n```\n\n"
         f"## Architecture\n\n```json\n{json.dumps(config, indent=1)}\n```\n",
     )

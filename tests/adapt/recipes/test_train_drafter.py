@@ -20,11 +20,12 @@ from paceline.adapt.data.regenerate import (
 )
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.families.recipe import target_shape
-from paceline.adapt.families.target_handle import load_target_handle
+from paceline.adapt.families.target_handle import TargetTables, load_target_handle
 from paceline.adapt.families.training import training_family
 from paceline.adapt.recipes.drafter import (
     BestWeights,
     DrafterRecipe,
+    evaluate,
     plan_batches,
     rate_at,
     replay,
@@ -273,6 +274,11 @@ def test_an_interrupted_recipe_ends_with_the_same_weights_and_files(tmp_path, ta
         train_drafter(elsewhere, prompts_dir, tmp_path / "a", recipe)
 
 
+def stored_traces(folder):
+    store = TraceStore(folder)
+    return [t for s in sorted(store.list_shards(), key=lambda s: s.shard_id) for t in store.read_shard(s.shard_id)]
+
+
 def test_the_written_weights_are_the_best_on_a_held_out_sample_that_the_report_leaves_out(
     tmp_path, target_dir, prompts_dir
 ):
@@ -281,19 +287,24 @@ def test_the_written_weights_are_the_best_on_a_held_out_sample_that_the_report_l
         drafter="jetspec", domains=(), text=text, held_out_tokens=200, validation_tokens=60, epochs=8.0, batch_rows=96,
         learning_rate=0.05, validate_every=2, num_nodes=12,
     )  # fmt: skip
-    train_drafter(target_dir, prompts_dir, tmp_path, recipe)
+    (numbers,) = train_drafter(target_dir, prompts_dir, tmp_path, recipe).values()
     curve, target = read_validation(tmp_path), load_target_handle(target_dir)
     assert len(set(curve["acceptance_length"])) > 1, "the rate is high enough for the run to go up and down"
     best = max(range(len(curve["step"])), key=lambda i: (curve["acceptance_length"][i], -curve["nll"][i]))
     assert f"those after step {curve['step'][best]:.0f}," in (tmp_path / "PROVENANCE.md").read_text(encoding="utf-8")
-    store = TraceStore(tmp_path / "held_out")
-    traces = [t for s in sorted(store.list_shards(), key=lambda s: s.shard_id) for t in store.read_shard(s.shard_id)]
+    learned, traces = (stored_traces(tmp_path / name) for name in ("text", "held_out"))
     chosen, rest = validation_split(traces, recipe.validation_tokens)
     (others,) = rest.values()
     assert {t.request_id for t in chosen}.isdisjoint(t.request_id for t in others)
     model = build_model(*read_drafter_files(tmp_path))
     length = replayed_length(chosen, replay(model, target, chosen, recipe.num_nodes))
     assert length == pytest.approx(curve["acceptance_length"][best], rel=1e-3)
+    ends = {t.token_ids[t.prompt_len - 1] for t in others}
+    alike = [t for t in learned if t.token_ids[t.prompt_len - 1] in ends][: len(others)]
+    tables = TargetTables.of(target, torch.device("cpu"))
+    again = evaluate(model, tables, alike, training_family("jetspec").complete(recipe))
+    assert alike and numbers["trained_nll"] == pytest.approx(again["nll"], rel=1e-3)
+    assert numbers["trained_nll"] != numbers["nll"]
 
 
 def test_validation_takes_a_share_of_every_domain_and_leaves_the_rest():
