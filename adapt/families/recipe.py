@@ -34,7 +34,7 @@ class DrafterRecipe:
     ] = ("tools", "code")
     text: RegenerateConfig = field(default_factory=RegenerateConfig)
     epochs: A[float, Setting("Passes over that text.", ge=0.01)] = 3.0
-    held_out_tokens: int = 8_000
+    held_out_tokens: int = 20_000
     """Output tokens per domain, continued from held-out documents, for validation and the report."""
     validation_tokens: int = 2_000
     """Of these, over all domains, those that choose the weights to keep; the report is on the others."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
@@ -317,10 +316,10 @@ def train_drafter(
 
 
 def _like(kept: Sequence[RequestTrace], traces: Sequence[RequestTrace], domain: str) -> list[RequestTrace]:
-    """As many requests of the training text as were kept from it, whose prompts end where theirs do."""
+    """About as many requests of all the training text as were kept from it, whose prompts end where theirs do."""
     ends = {t.token_ids[t.prompt_len - 1] for t in kept}
-    alike = (t for t in traces if t.bucket == domain and t.token_ids[t.prompt_len - 1] in ends)
-    return list(itertools.islice(alike, len(kept)))
+    alike = [t for t in traces if t.bucket == domain and t.token_ids[t.prompt_len - 1] in ends]
+    return alike[:: max(1, len(alike) // len(kept))]  # requests of one batch have prompts of one length
 
 
 def _wants_autocast(model: DrafterModel, recipe: DrafterRecipe, device: torch.device) -> bool:
