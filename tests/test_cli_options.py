@@ -226,7 +226,7 @@ def test_the_recorded_command_names_only_what_was_given(monkeypatch):
     assert data is None and recipe.learning_rate is None and recipe.without == ()
     assert command == (
         "paceline train-drafter --target bundled --out DIR --drafter specblock --domains code --tokens 400000 --epochs 3 "
-        "--nodes 8 --batch-rows 1536 --weights float32 --seed 1"
+        "--held-out 8000 --nodes 8 --batch-rows 768 --weights float32 --seed 1"
     )
 
 

@@ -34,8 +34,10 @@ class DrafterRecipe:
     ] = ("tools", "code")
     text: RegenerateConfig = field(default_factory=RegenerateConfig)
     epochs: A[float, Setting("Passes over that text.", ge=0.01)] = 3.0
-    held_out_tokens: int = 20_000
-    """Output tokens per domain, continued from held-out documents, for validation and the report."""
+    held_out_tokens: A[
+        int,
+        Setting("Tokens a domain that the target continues held-out documents by, to judge it.", flag="held-out", ge=1),
+    ] = 8_000
     validation_tokens: int = 2_000
     """Of these, over all domains, those that choose the weights to keep; the report is on the others."""
     validate_every: A[
@@ -44,7 +46,7 @@ class DrafterRecipe:
     ] = None
     num_nodes: A[int, Setting("Draft nodes of the trees that judge it: as many as are served.", flag="nodes", ge=1)] = 8
     batch_rows: A[int, Setting("Rows of a step, padding included: fewer make more steps of the same text.", ge=32)] = (
-        1536
+        768
     )
     max_rows: int = 1024
     """Longer requests are cut."""
