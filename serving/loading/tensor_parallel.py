@@ -23,6 +23,7 @@ import multiprocessing.connection
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 _TIMEOUT = timedelta(minutes=10)
 """For joining, for one collective and for one capture; between orders a rank may wait for ever."""
+_JOIN_POLL_S = 0.05
+"""Between looks whether all ranks have joined, which takes seconds: each imports torch."""
 
 LOST_RANK_EXIT = 70
 """Exit code of a process whose other ranks are gone (sysexits' EX_SOFTWARE)."""
@@ -369,10 +372,12 @@ def split_model(model: Any, size: int, device: torch.device) -> Any:
 # ---- processes ------------------------------------------------------------------------------------------------------
 
 
-def join_ranks(rank: int, settings: RankSettings) -> tuple[torch.device, Orders]:
+def join_ranks(rank: int, settings: RankSettings, others: Sequence[Any] = ()) -> tuple[torch.device, Orders]:
     """Join the process group as `rank`; returns the rank's device and its line. Blocks until all ranks have joined.
 
-    Raises: ConfigError when the machine's accelerator is not the configured device, or there are fewer than ranks.
+    others: processes of ranks 1 and up, where rank 0 is to look after them.
+    Raises: ConfigError when the machine's accelerator is not the configured device, or there are fewer than ranks; RankError
+    when another rank ends before it has joined.
     """
     found = torch.accelerator.current_accelerator()
     kind = "cpu" if found is None else found.type
@@ -390,7 +395,7 @@ def join_ranks(rank: int, settings: RankSettings) -> tuple[torch.device, Orders]
     for library in ("GLOO", "NCCL"):  # all ranks are on this machine; by default they listen on an outer interface
         if any(name == "lo" for _, name in socket.if_nameindex()):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-    store = _store(rank, settings)
+    store = _store(rank, settings, others)
     dist.init_process_group(
         "nccl" if kind == "cuda" else "gloo",
         store=dist.PrefixStore("group", store),
@@ -402,17 +407,31 @@ def join_ranks(rank: int, settings: RankSettings) -> tuple[torch.device, Orders]
     return device, Orders(store)
 
 
-def _store(rank: int, settings: RankSettings) -> dist.TCPStore:
-    """The ranks' store; rank 0 hands it a socket on loopback, because of itself it listens on all interfaces."""
+def _store(rank: int, settings: RankSettings, others: Sequence[Any]) -> dist.TCPStore:
+    """The ranks' store; rank 0 hands it a socket on loopback, because of itself it listens on all interfaces.
+
+    Rank 0 returns when all have come: torch's own waiting does not see a process that ended.
+    """
     listener = socket.create_server(("127.0.0.1", settings.port)).detach() if rank == 0 else None
-    return dist.TCPStore(
+    store = dist.TCPStore(
         "127.0.0.1",
         settings.port,
         settings.size,
         is_master=rank == 0,
         timeout=_TIMEOUT,
+        wait_for_workers=False,
         master_listen_fd=listener,
     )
+    store.set(f"joined/{rank}", "")
+    give_up = time.monotonic() + _TIMEOUT.total_seconds()
+    while rank == 0 and not store.check([f"joined/{i}" for i in range(settings.size)]):
+        for i, process in enumerate(others, 1):
+            if process.exitcode is not None:
+                raise RankError(f"rank {i} ended before it had joined, exit code {process.exitcode}; its log says why")
+        if time.monotonic() > give_up:
+            raise RankError(f"not all of {settings.size} ranks joined within {_TIMEOUT}")
+        time.sleep(_JOIN_POLL_S)
+    return store
 
 
 class Ranks:
@@ -469,7 +488,7 @@ def load_parallel(
     for process in processes:
         process.start()
     try:
-        target, orders = _load_rank(0, settings)
+        target, orders = _load_rank(0, settings, processes)
     except BaseException:
         for process in processes:
             process.terminate()
@@ -480,8 +499,8 @@ def load_parallel(
     return target, Ranks(processes, leader)
 
 
-def _load_rank(rank: int, settings: RankSettings) -> tuple[TargetModel, Orders]:
-    device, orders = join_ranks(rank, settings)
+def _load_rank(rank: int, settings: RankSettings, others: Sequence[Any] = ()) -> tuple[TargetModel, Orders]:
+    device, orders = join_ranks(rank, settings, others)
     target = read_target(
         settings.path,
         device=settings.device,

@@ -97,6 +97,19 @@ def test_two_ranks_compute_what_one_does(tmp_path):
         ranks.close()
 
 
+def end_at_once(rank, settings):
+    """Main of a rank that cannot start."""
+    sys.exit(3)
+
+
+def test_a_rank_that_ends_before_it_joins_is_named(tmp_path, monkeypatch):
+    tiny_model("qwen3", layers=1).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    monkeypatch.setattr(tensor_parallel, "_run_rank", end_at_once)
+    with pytest.raises(RankError, match="rank 1 ended before it had joined, exit code 3"):
+        load_parallel(tmp_path, size=2, device="cpu")
+
+
 def follow_by_static_kernels(rank, settings):
     """Main of a rank whose kernels take padded rows, as those of a GPU do."""
     target, orders = tensor_parallel._load_rank(rank, settings)
