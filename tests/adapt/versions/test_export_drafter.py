@@ -75,7 +75,7 @@ def assert_equal_in_bf16(ours, back, dropped=CALIBRATION):
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("eagle3", "vllm"), ("eagle3", "speculators"), ("eagle3", "sglang"), ("dflash", "vllm"), ("jetspec", "vllm")],
+    [("eagle3", "vllm"), ("eagle3", "speculators"), ("eagle3", "sglang"), ("dflash", "vllm")],
 )
 def test_bundled_drafters_come_back_bit_equal_in_bfloat16(tmp_path, name, form):
     done = export(name, form, tmp_path / "out")
