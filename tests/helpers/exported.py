@@ -9,8 +9,16 @@ from paceline.adapt.families.target_handle import load_target_handle
 from paceline.adapt.versions.export_drafter import ExportDrafterOptions, export_drafter
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.paths import REGISTRY, bundled, service_home
-from paceline.serving.loading.families import read_drafter_files
+from paceline.serving.loading.families import build_model, read_drafter_files, save_drafter
 from paceline.serving.loading.released import wanted_tap_layers
+
+
+def without_edges(name: str, out: Path) -> Path:
+    """A folder with a bundled parallel head less its edge correction, for which engines of others have no tensors."""
+    config, state = read_drafter_files(bundled(name))
+    kept = {k: v for k, v in state.items() if not k.startswith("edge_")}
+    save_drafter(out, build_model({**config, "edge_rank": 0}, kept), config["target_version"])
+    return out
 
 
 @dataclass(kw_only=True)
