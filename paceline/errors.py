@@ -46,7 +46,7 @@ class EngineAwayError(PacelineError):
 
 
 class RankError(PacelineError):
-    """The ranks of a split target no longer do the same work: the process must be started again."""
+    """The ranks of a split target do not do the same work, or one is missing: the process must be started again."""
 
 
 class EngineStoppedError(PacelineError):

@@ -16,7 +16,7 @@ import torch
 
 from paceline.adapt.data.regenerate import RegenerateConfig
 from paceline.adapt.families.target_handle import TargetHandle
-from paceline.records import Setting, record
+from paceline.records import Setting, count, record
 from paceline.serving.drafters.network import TargetHandles
 from paceline.serving.loading.checkpoint import open_checkpoint
 from paceline.serving.sampling.request import RequestTrace
@@ -36,7 +36,12 @@ class DrafterRecipe:
     epochs: A[float, Setting("Passes over that text.", ge=0.01)] = 3.0
     held_out_tokens: A[
         int,
-        Setting("Tokens a domain that the target continues held-out documents by, to judge it.", flag="held-out", ge=1),
+        Setting(
+            "Tokens a domain that the target continues held-out documents by, to judge it.",
+            flag="held-out",
+            parser=count,
+            ge=1,
+        ),
     ] = 8_000
     validation_tokens: int = 2_000
     """Of these, over all domains, those that choose the weights to keep; the report is on the others."""

@@ -235,7 +235,7 @@ def train_drafter(
         target_dir: folder of a local transformers checkpoint with its tokenizer.
         data: corpus folder, or any folder with .jsonl/.txt prompts when recipe.domains is empty.
         progress: (done, total, info); info["phase"] is "text" (tokens) or "train" (optimizer steps).
-    Returns: per domain the held-out numbers; `trained_`: of as many requests of its training text. Raises: ConfigError on
+    Returns: per domain the held-out numbers; `trained_`: of about as many requests of its training text. Raises: ConfigError on
     missing data or a foreign checkpoint.
     """
     folder, source = Path(out), Path(target_dir)
@@ -302,7 +302,7 @@ def train_drafter(
                 if of_kind:
                     length = replayed_length(of_kind, replay(model, handle, of_kind, recipe.num_nodes))
                     results[domain][f"acceptance_length_{kind}"] = length
-            if seen := _like(kept, traces, domain):
+            if seen := like(kept, traces, domain):
                 numbers = evaluate(model, run.tables, seen, recipe)
                 results[domain] |= {f"trained_{name}": numbers[name] for name in ("nll", "block1_slot0")}
     training = {
@@ -315,8 +315,8 @@ def train_drafter(
     return results
 
 
-def _like(kept: Sequence[RequestTrace], traces: Sequence[RequestTrace], domain: str) -> list[RequestTrace]:
-    """About as many requests of all the training text as were kept from it, whose prompts end where theirs do."""
+def like(kept: Sequence[RequestTrace], traces: Sequence[RequestTrace], domain: str) -> list[RequestTrace]:
+    """About as many of a domain's training requests as `kept`, up to twice, whose prompts end with the same tokens."""
     ends = {t.token_ids[t.prompt_len - 1] for t in kept}
     alike = [t for t in traces if t.bucket == domain and t.token_ids[t.prompt_len - 1] in ends]
     return alike[:: max(1, len(alike) // len(kept))]  # requests of one batch have prompts of one length

@@ -377,7 +377,7 @@ def join_ranks(rank: int, settings: RankSettings, others: Sequence[Any] = ()) ->
 
     others: processes of ranks 1 and up, where rank 0 is to look after them.
     Raises: ConfigError when the machine's accelerator is not the configured device, or there are fewer than ranks; RankError
-    when another rank ends before it has joined.
+    when another rank ends before all have joined. One that ends later is missed by the first collective.
     """
     found = torch.accelerator.current_accelerator()
     kind = "cpu" if found is None else found.type
@@ -427,7 +427,7 @@ def _store(rank: int, settings: RankSettings, others: Sequence[Any]) -> dist.TCP
     while rank == 0 and not store.check([f"joined/{i}" for i in range(settings.size)]):
         for i, process in enumerate(others, 1):
             if process.exitcode is not None:
-                raise RankError(f"rank {i} ended before it had joined, exit code {process.exitcode}; its log says why")
+                raise RankError(f"rank {i} ended before all had joined, exit code {process.exitcode}")
         if time.monotonic() > give_up:
             raise RankError(f"not all of {settings.size} ranks joined within {_TIMEOUT}")
         time.sleep(_JOIN_POLL_S)
@@ -476,7 +476,7 @@ def load_parallel(
 ) -> tuple[TargetModel, Ranks]:
     """Load a checkpoint over `size` ranks of this machine; the calling process becomes rank 0.
 
-    Raises: ConfigError as read_target, and when the target or the machine cannot be split so.
+    Raises: ConfigError as read_target, and when the target or the machine cannot be split so; RankError as join_ranks.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"

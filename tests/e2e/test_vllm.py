@@ -120,7 +120,7 @@ def length_of(answers):
     return 1 + sum(accepted) / len(accepted)
 
 
-# The names of the toys with a floor of their acceptance length: about half of what they reach
+# The names of the toys with a floor of their acceptance length: at most half of what they reach
 @pytest.mark.parametrize(
     ("name", "form", "floor"),
     [("eagle3", "vllm", 1.7), ("eagle3", "speculators", 1.7), ("dflash", "vllm", 1.7), ("jetspec", "vllm", 1.7)],

@@ -26,6 +26,7 @@ from paceline.adapt.recipes.drafter import (
     BestWeights,
     DrafterRecipe,
     evaluate,
+    like,
     plan_batches,
     rate_at,
     replay,
@@ -299,13 +300,24 @@ def test_the_written_weights_are_the_best_on_a_held_out_sample_that_the_report_l
     model = build_model(*read_drafter_files(tmp_path))
     length = replayed_length(chosen, replay(model, target, chosen, recipe.num_nodes))
     assert length == pytest.approx(curve["acceptance_length"][best], rel=1e-3)
-    ends = {t.token_ids[t.prompt_len - 1] for t in others}
-    alike = [t for t in learned if t.token_ids[t.prompt_len - 1] in ends]
-    alike = alike[:: max(1, len(alike) // len(others))]
     tables = TargetTables.of(target, torch.device("cpu"))
-    again = evaluate(model, tables, alike, training_family("jetspec").complete(recipe))
-    assert alike and numbers["trained_nll"] == pytest.approx(again["nll"], rel=1e-3)
-    assert numbers["trained_nll"] != numbers["nll"]
+    again = evaluate(
+        model, tables, like(others, learned, others[0].bucket), training_family("jetspec").complete(recipe)
+    )
+    assert numbers["trained_nll"] == pytest.approx(again["nll"], rel=1e-3)
+
+
+def test_the_training_requests_that_are_judged_are_of_the_domain_end_alike_and_lie_all_over_it():
+    def request(name, bucket, end):
+        return RequestTrace(
+            request_id=name, bucket=bucket, temperature=0.0, prompt_len=3, token_ids=[5, 6, end, 8, 9], features=None,
+            topk_ids=None, topk_logprobs=None, target_version="t",
+        )  # fmt: skip
+
+    kept = [request(f"k{i}", "a", 7) for i in range(3)]
+    learned = [request(f"{b}{end}-{i}", b, end) for i in range(9) for b in "ab" for end in (7, 4)]
+    assert [t.request_id for t in like(kept, learned, "a")] == ["a7-0", "a7-3", "a7-6"]
+    assert [t.request_id for t in like(kept, learned[:4], "a")] == ["a7-0"] and like(kept, [], "a") == []
 
 
 def test_validation_takes_a_share_of_every_domain_and_leaves_the_rest():
