@@ -81,6 +81,8 @@ class ClassBook(msgspec.Struct, kw_only=True):
     """Numbers of former classes, the longest free first."""
     ended: list[int] = []
     """Numbers whose class has ended, also those that another kind has by now, until `take_ended`."""
+    parted: list[tuple[int, int]] = []
+    """New classes, each with the one that it was a part of, until `take_parted`."""
     num_vectors: int = 0
     second: tuple[int, int] = (0, 0)
     """The latest second in which vectors came, and how many were taken in it."""
@@ -152,6 +154,11 @@ class ClassBook(msgspec.Struct, kw_only=True):
         ended, self.ended = self.ended, []
         return [class_name(k) for k in ended]
 
+    def take_parted(self) -> list[tuple[str, str]]:
+        """Buckets of classes that were split off since the last time, each with that of the class it was a part of."""
+        parted, self.parted = self.parted, []
+        return [(class_name(new), class_name(whole)) for new, whole in parted]
+
     def shares_of_classes(self) -> dict[str, float]:
         """Bucket of a class -> its share of the latest vectors; '' = of no class. Empty before the first."""
         total = sum(self.shares.values())
@@ -218,6 +225,7 @@ class ClassBook(msgspec.Struct, kw_only=True):
                 clumps.labels[part] = new
                 self.seen[new], self.shares[new] = now, float(clumps.weights[part].sum())
                 if label:  # both may fall into two again
+                    self.parted.append((new, label))
                     todo += [label, new]
                     self.shares[label] = max(self.shares.get(label, 0.0) - self.shares[new], 0.0)
 

@@ -12,7 +12,7 @@ import numpy as np
 from paceline.bandit.beliefs.arms import default_arms
 from paceline.bandit.beliefs.observation import HostContext, fold
 from paceline.bandit.controller.decision_log import FeedbackLine, feedback_line
-from paceline.bandit.controller.epoch import close_epoch, drop_bucket, learn_history
+from paceline.bandit.controller.epoch import close_epoch, drop_bucket, learn_history, part_bucket
 from paceline.bandit.controller.jobs import finish_job
 from paceline.bandit.controller.policy_inputs import build_view, remember_epoch
 from paceline.bandit.controller.state import (
@@ -77,6 +77,10 @@ class Controller:
     def forget_bucket(self, name: str) -> None:
         """A bucket is told apart no longer: its place went to another one."""
         drop_bucket(self._state, name)
+
+    def part_bucket(self, name: str, whole: str) -> None:
+        """What is known of versions in a bucket holds in a part of it that is told apart from now on, too."""
+        part_bucket(self._state, name, whole)
 
     def tick(self, now: float, context: HostContext) -> list[Decision]:
         """New decisions; [] between epoch ends. At most one of them is not 'hold'.

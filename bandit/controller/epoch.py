@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from typing import Any
@@ -87,6 +88,17 @@ def drop_bucket(state: ControllerState, name: str) -> None:
     if state.regime is not None:
         state.regime.mean.pop(name, None)
         state.regime.forget(name)
+
+
+def part_bucket(state: ControllerState, name: str, whole: str) -> None:
+    """Let a new bucket, so far a part of another one, begin with what is known of versions there."""
+    if whole in state.table.scores:
+        state.table.scores[name] = copy.deepcopy(state.table.scores[whole])
+    if whole in state.owners:
+        state.owners[name] = dict(state.owners[whole])
+    for rows in state.learned.values():
+        if whole in rows:
+            rows[name] = rows[whole]
 
 
 def _forget_bucket(state: ControllerState, name: str, start: float) -> None:

@@ -177,6 +177,24 @@ class Lives:
         others = {b: v for b, v in base.class_versions.items() if b != bucket}
         self._reassign(base, others, bucket, reason, now, decision_id)
 
+    def inherit(self, bucket: str, whole: str, now: float) -> None:
+        """Let a class that was a part of another one so far keep the version of that one."""
+        base = self._books.desired
+        self._policy.part_bucket(bucket, whole)
+        if base is None or whole not in base.class_versions or bucket in base.class_versions:
+            return
+        reason = f"class {bucket} was a part of {whole} and keeps its version"
+        try:
+            _check_room(base, bucket)
+        except DrafterMismatchError as e:
+            self._books.note(f"{bucket}, so far a part of {whole}, has no version of its own now: {e}")
+            return
+        if whole in self._state.assigned:
+            self._state.assigned = sorted({*self._state.assigned, bucket})
+        versions = {**base.class_versions, bucket: base.class_versions[whole]}  # replicas have it: nothing is staged
+        self._change(base, reason, now, has_canary=self._state.rollout.canary is not None, class_versions=versions)
+        self._books.note(reason)
+
     def _reassign(
         self, base: DesiredState, versions: dict[str, str], bucket: str, reason: str, now: float, decision_id: int,
         *, left: DrafterStatus = _S.RETIRED,

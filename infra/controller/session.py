@@ -187,6 +187,8 @@ class Session:
                 reason = f"class {bucket} has ended; what comes under this name now is served by the live version"
                 self.lives.unassign(bucket, reason, now)
                 self.books.note(reason)
+        for bucket, whole in book.take_parted():
+            self.lives.inherit(bucket, whole, now)
 
     def close(self, patience_s: float) -> None:
         """A last commit; a job in flight is asked to stop and killed after `patience_s`. Raises redis errors, FencedError."""

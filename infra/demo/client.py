@@ -37,7 +37,6 @@ class DemoClient:
                 "temperature": plan.temperature,
                 "seed": plan.seed,
                 "return_token_ids": True,
-                "metadata": {"bucket": plan.prompt.bucket},
             },
             headers={"x-paceline-group": plan.group.value},
         )
@@ -50,6 +49,7 @@ class DemoClient:
         return Answer(
             phase=phase,
             bucket=plan.prompt.bucket,
+            traffic_class=stats["bucket"],
             group=plan.group,
             temperature=plan.temperature,
             num_tokens=body["usage"]["completion_tokens"],

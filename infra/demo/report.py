@@ -94,7 +94,40 @@ def summary_lines(result: dict) -> list[str]:
         f"lossless: {lossless['checked']} greedy tokens checked in fp32, {lossless['near_ties']} near ties within the bf16 "
         f"rounding bound, {lossless['mismatches']} mismatches",
         f"feedback: {feedback['produced']} rows produced, {feedback['delivered']} delivered, {feedback['dropped']} dropped",
+        closing_sentence(result),
     ]
+
+
+def closing_sentence(result: dict) -> str:
+    """What the run came to: gain and price of what was learned, how fast a returning class had it, and what was declined."""
+    ledger, phases = result["ledger"], result["phases"]
+    told, learned = [], {p["bucket"] for p in phases if p["own_version_s"] is not None}
+    if learned:
+        spent_s, saved = ledger["spent_s"], f"{ledger['saved_s']:.1f} s{_within(result['saved_interval_s'])}"
+        told.append(f"learning {', '.join(sorted(learned))} took {spent_s:.1f} s of device time and saved {saved}")
+    seen: set[str] = set()
+    for phase in phases:
+        bucket, own_s = phase["bucket"], phase["own_version_s"]
+        if bucket in seen and own_s is not None:
+            told.append(f"when {bucket} came back, its own version had answered after {own_s:.1f} s")
+        if seen and bucket not in learned and (why := _declined(result, phase)):
+            told.append(f"{bucket} was declined: {why}")
+        seen.add(bucket)
+    return f"net {ledger['net_s']:+.1f} s: " + "; ".join(told or ["nothing was learned"])
+
+
+def _declined(result: dict, phase: dict) -> str:
+    """The latest reason not to learn the classes that only this phase has; '' where there is none."""
+    others = {name for p in result["phases"] if p is not phase for name in p["classes"]}
+    own = [name for name in phase["classes"] if name not in others]
+    for decision in reversed(result["decisions"]):
+        if decision["action"] == "hold" and decision["bucket"] in own:
+            return decision["reason"].rstrip(".")
+    for name in own:
+        rows, needed = result["rows"].get(name, (0, 0))
+        if rows < needed:
+            return f"{name} brought {rows} of the {needed} rows that a job needs before it went"
+    return ""
 
 
 def _rolling(answers: list[Answer], group: Group, width: int = 10) -> tuple[list[float], list[float], list[float]]:

@@ -31,7 +31,7 @@ from paceline.infra.demo import report as demo_report
 from paceline.infra.demo import view as demo_view
 from paceline.infra.demo.client import DemoClient
 from paceline.infra.demo.scenario import Phase, PlannedRequest, Traffic, shifting_scenario, steady_scenario
-from paceline.infra.demo.stats import Answer, DemoStats
+from paceline.infra.demo.stats import Answer, DemoStats, own_version_s
 from paceline.infra.service.stop_signals import StopSignals
 from paceline.kernels.cpu.library import ISA_VARIABLE
 from paceline.records import DataFolder, Drafter, HtmlFile, JsonFile, Setting, record
@@ -54,7 +54,10 @@ class DemoOptions:
     drafter: Drafter = "bundled"
     scenario: A[
         str,
-        Setting("shift: known -> unseen -> known -> unseen traffic; steady: known only.", choices=("shift", "steady")),
+        Setting(
+            "shift: known -> unseen -> other unseen -> the first unseen traffic again; steady: known only.",
+            choices=("shift", "steady"),
+        ),
     ] = "shift"
     trainer_price: A[
         float,
@@ -78,6 +81,8 @@ class DemoOptions:
     known: tuple[str, ...] = ("tools", "code")
     """Buckets that the first drafter was trained on."""
     shifted: tuple[str, ...] = ("math",)
+    brief: tuple[str, ...] = ("facts",)
+    """Unseen, too, but gone before learning it could pay."""
     data_dir: Path | None = None
     """Where stores and logs go; None: a temporary folder that is removed at the end."""
 
@@ -92,8 +97,9 @@ def _residual_s(options: DemoOptions) -> float:
 
 
 def _phases(options: DemoOptions) -> tuple[Phase, ...]:
-    known = options.known
-    return shifting_scenario(known, options.shifted) if options.scenario == "shift" else steady_scenario(known)
+    if options.scenario == "steady":
+        return steady_scenario(options.known)
+    return shifting_scenario(options.known, options.shifted, options.brief)
 
 
 def demo_config(options: DemoOptions, data_dir: Path) -> ServiceConfig:
@@ -243,7 +249,9 @@ def _result(
     phases = []
     for phase, start, end in schedule.spans():
         spent = [e.seconds for e in state.ledger_entries if e.kind != "saving" and start <= e.ts - began < end]
-        phases.append(stats.phase_dict(phase.name, phase.bucket, sum(spent)) | {"started_s": round(start, 1)})
+        own_s = own_version_s(stats.of_phase(phase.name), state.first_version, start)
+        more = {"started_s": round(start, 1), "own_version_s": None if own_s is None else round(own_s, 2)}
+        phases.append(stats.phase_dict(phase.name, phase.bucket, sum(spent)) | more)
     pauses = state.swaps.pause_ms
     plain = msgspec.to_builtins
     return {
@@ -263,6 +271,10 @@ def _result(
         "ledger": plain(state.ledger),
         "ledger_cells": plain(state.ledger_cells),
         "saved_interval_s": list(state.saved_interval_s),
+        "rows": {
+            name: (belief.fresh_rows, belief.required_rows)
+            for name, belief in (state.bandit.beliefs if state.bandit else {}).items()
+        },
         "ledger_entries": plain(state.ledger_entries),
         "swaps": {
             "count": state.swaps.count,
@@ -286,9 +298,9 @@ def _result(
 def torch_forward() -> Iterator[None]:
     """Processes started inside run the target by torch, unless PACELINE_CPU_ISA says otherwise: its rounds then take about as
     long as the compiled ones of a model ten times as large. In its own the toy is so fast that nothing is worth learning
-    within minutes."""
+    within minutes. Drafting stays compiled: its share of a round is then that of an 8B target's (`bench shapes`)."""
     before = os.environ.get(ISA_VARIABLE)
-    os.environ.setdefault(ISA_VARIABLE, "none")
+    os.environ.setdefault(ISA_VARIABLE, "drafters")
     try:
         yield
     finally:

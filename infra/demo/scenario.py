@@ -42,13 +42,13 @@ class PlannedRequest:
     seed: int
 
 
-def shifting_scenario(known: tuple[str, ...], shifted: tuple[str, ...]) -> tuple[Phase, ...]:
-    """A (known) -> B (shifted) -> A -> B, in the proportions 40 : 170 : 40 : 60."""
+def shifting_scenario(known: tuple[str, ...], shifted: tuple[str, ...], brief: tuple[str, ...]) -> tuple[Phase, ...]:
+    """A (known) -> B (unseen) -> C (unseen, too briefly to pay for learning) -> B again, as 30 : 150 : 55 : 75."""
     return (
-        Phase(name="A", buckets=known, share=40 / 310),
-        Phase(name="B", buckets=shifted, share=170 / 310),
-        Phase(name="A again", buckets=known, share=40 / 310),
-        Phase(name="B again", buckets=shifted, share=60 / 310),
+        Phase(name="A", buckets=known, share=30 / 310),
+        Phase(name="B", buckets=shifted, share=150 / 310),
+        Phase(name="C", buckets=brief, share=55 / 310),
+        Phase(name="B again", buckets=shifted, share=75 / 310),
     )
 
 

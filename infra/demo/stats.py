@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from paceline.contracts import Group
+
+MAIN_SHARE = 0.2
+"""Share of a phase's requests that makes a class one of the phase's own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,6 +17,9 @@ class Answer:
 
     phase: str
     bucket: str
+    """What kind of text the client asked for; the service is not told."""
+    traffic_class: str
+    """What the service counted it under."""
     group: Group
     temperature: float
     num_tokens: int
@@ -89,6 +96,17 @@ def gross_saving_s(answers: list[Answer]) -> float | None:
     return adaptive.tokens * static.device_s / static.tokens - adaptive.device_s
 
 
+def own_version_s(answers: list[Answer], first_version: str, began: float) -> float | None:
+    """Seconds from a phase's beginning to its first adaptive answer by another version than the first; None: there was none.
+
+    A class with less than MAIN_SHARE of the phase's requests is another phase's, of which some look alike.
+    """
+    sizes = Counter(a.traffic_class for a in answers)
+    main = {name for name, count in sizes.items() if count >= MAIN_SHARE * len(answers)}
+    adaptive = [a for a in answers if a.group == Group.ADAPTIVE and a.traffic_class in main]
+    return min((a.ended - began for a in adaptive if a.drafter_version != first_version), default=None)
+
+
 @dataclass(slots=True)
 class DemoStats:
     """Collects answers; everything else is derived."""
@@ -124,6 +142,7 @@ class DemoStats:
         return {
             "name": name,
             "bucket": bucket,
+            "classes": dict(Counter(a.traffic_class for a in answers).most_common()),
             "requests": len(answers),
             "tokens": sum(a.num_tokens for a in answers),
             **groups_dict(answers),

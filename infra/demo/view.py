@@ -12,6 +12,7 @@ from rich.text import Text
 from paceline.bench.common.terminal import number_text
 from paceline.contracts import Group
 from paceline.infra.controller.snapshot import Snapshot
+from paceline.infra.demo.scenario import GROUP_PATTERN
 from paceline.infra.demo.stats import Answer, totals
 
 LINE_S = 20.0
@@ -46,7 +47,7 @@ def render(
     lines = [Text(f"{d.action:8} {d.bucket:8} {d.reason}", no_wrap=True, overflow="ellipsis") for d in acted[-6:]]
     return Panel(
         Rows(
-            _head(phase, bucket, state),
+            _head(phase, bucket, answers, state),
             ProgressBar(total=max(total_s, 1e-9), completed=min(elapsed_s, total_s)),
             groups_table(answers[-48:], "this phase, latest 48 requests"),
             Text("decisions", style="dim"),
@@ -78,18 +79,19 @@ class Lines:
         self._phase, self._said_s = phase, elapsed_s
         speeds = [(g.value, totals(answers[-48:], g).tokens_per_s) for g in Group]
         told = ", ".join(f"{name} {number_text(speed)}" for name, speed in speeds)
-        self._print(f"{at}  {_head(phase, bucket, state)}  tokens/s: {told}  {_money(state)}")
+        self._print(f"{at}  {_head(phase, bucket, answers, state)}  tokens/s: {told}  {_money(state)}")
 
     def _print(self, line: str) -> None:
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
         self._console.file.flush()
 
 
-def _head(phase: str, bucket: str, state: Snapshot) -> Text:
-    serving = dict.fromkeys(state.class_versions.get(b, state.version) or "-" for b in bucket.split("+"))
-    drafters = ", ".join(serving)
+def _head(phase: str, bucket: str, answers: list[Answer], state: Snapshot) -> Text:
+    latest = [a for a in answers[-2 * len(GROUP_PATTERN) :] if a.group == Group.ADAPTIVE]
+    classes = ", ".join(dict.fromkeys(a.traffic_class for a in latest)) or "-"
+    drafters = ", ".join(dict.fromkeys(a.drafter_version for a in latest)) or "-"
     return Text.assemble(
-        ("phase ", "dim"), (phase, "bold"), ("  traffic ", "dim"), (bucket, "bold"),
+        ("phase ", "dim"), (phase, "bold"), ("  traffic ", "dim"), (bucket, "bold"), ("  class ", "dim"), classes,
         ("  drafter ", "dim"), (drafters, "bold cyan"), ("  generation ", "dim"), str(state.gen or "-"),
         ("  trainer ", "dim"), ("busy", "yellow") if state.job is not None else ("idle", "green"),
     )  # fmt: skip

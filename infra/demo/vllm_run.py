@@ -82,7 +82,7 @@ class VllmClient:
         drafts = (body.get("metrics") or {}).get("speculative_decoding") or {}
         accepted = drafts.get("per_step_accepted") or []
         return Answer(
-            phase=phase, bucket=plan.prompt.bucket, group=group, temperature=plan.temperature,
+            phase=phase, bucket=plan.prompt.bucket, traffic_class=plan.prompt.bucket, group=group, temperature=plan.temperature,
             num_tokens=body["usage"]["completion_tokens"], num_rounds=len(accepted), num_accepted_tokens=sum(accepted),
             device_s=0.0, latency_s=time.monotonic() - start, ended=time.monotonic() - self._began, drafter_version="",
             prompt_token_ids=tuple(choice["prompt_token_ids"]), output_token_ids=tuple(choice["token_ids"]),

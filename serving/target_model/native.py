@@ -6,7 +6,15 @@ from typing import Any
 
 import torch
 
-from paceline.kernels.cpu.library import NativeDecoder, NativeLayer, PackedLinear, choose_isa, fits_native, interleave
+from paceline.kernels.cpu.library import (
+    NativeDecoder,
+    NativeLayer,
+    PackedLinear,
+    choose_isa,
+    choose_target_isa,
+    fits_native,
+    interleave,
+)
 from paceline.serving.target_model.device import available_ram_bytes
 from paceline.serving.target_model.fused import is_plain_on_cpu, rope_table, weight_bytes
 from paceline.serving.target_model.int8 import lend_head, lend_layer, pack_int8
@@ -21,7 +29,7 @@ def supports_native(model: Any, *, is_int8: bool = False) -> bool:
     config, copied_bytes = model.config, 0 if is_int8 else weight_bytes(model)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return (
-        choose_isa() is not None
+        choose_target_isa() is not None
         and is_plain_on_cpu(model)
         and fits_native(config.hidden_size, head_dim)
         and copied_bytes < available_ram_bytes() * _MEMORY_SHARE

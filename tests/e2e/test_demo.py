@@ -73,7 +73,7 @@ def test_short_demo_is_lossless_consistent_and_cleans_up(short_path, environment
     assert html_path.stat().st_size > 1_000_000  # plotly is inside the page
     result = json.loads(json_path.read_text())
     _check_document(result)
-    assert [p["name"] for p in result["phases"]] == ["A", "B", "A again", "B again"]
+    assert [p["name"] for p in result["phases"]] == ["A", "B", "C", "B again"]
     assert "lossless:" in done.stdout and "ledger:" in done.stdout
     assert _left_behind_at_last(short_path) == []
     assert not list(short_path.glob("paceline-demo-*"))

@@ -71,6 +71,7 @@ class ScriptedController:
         self.canaries: list[tuple[int, str]] = []
         self.contexts: list[HostContext] = []
         self.forgotten: list[str] = []
+        self.parted: list[tuple[str, str]] = []
 
     def book(self, entry: LedgerEntry) -> None:
         self.ledger.append(entry)
@@ -90,6 +91,9 @@ class ScriptedController:
 
     def forget_bucket(self, name: str) -> None:
         self.forgotten.append(name)
+
+    def part_bucket(self, name: str, whole: str) -> None:
+        self.parted.append((name, whole))
 
     def tick(self, now: float, context) -> list[Decision]:
         self.contexts.append(context)

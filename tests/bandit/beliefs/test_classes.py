@@ -134,6 +134,20 @@ def test_two_classes_that_grow_into_one_another_are_joined():
     assert len(names) == 1
 
 
+def test_a_class_that_falls_into_two_says_which_one_the_new_one_was_a_part_of():
+    book, centre = ClassBook(), centres(1)[0]
+    learn(book, prompts(centre, 60, 1))
+    assert book.published.names == ["~class-1"] and book.take_parted() == []
+    beside = centre + 0.25 * np.eye(DIMS)[7]  # within the reach of the class
+    learn(book, prompts(beside, 60, 2), at=100.0)
+    assert book.published.names == ["~class-1", "~class-2"]
+    restored = msgspec.msgpack.decode(msgspec.msgpack.encode(book), type=ClassBook)
+    assert restored.take_parted() == [("~class-2", "~class-1")] and restored.take_parted() == []
+    far = centre + np.eye(DIMS)[8]
+    learn(restored, prompts(far, 60, 3), at=200.0)
+    assert len(restored.published.names) == 3 and restored.take_parted() == [], "it was a part of none"
+
+
 def test_the_number_of_classes_and_of_stored_sums_is_bounded_whatever_comes():
     places = centres(40, seed=9) * 3
     book = learn(ClassBook(), mixed([prompts(c, 30, i, 0.05) for i, c in enumerate(places)], 2), max_classes=6)

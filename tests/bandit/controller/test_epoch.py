@@ -145,3 +145,20 @@ def test_a_belief_is_about_the_version_that_its_bucket_has_and_one_that_an_opera
     own = msgspec.structs.replace(service.context, class_versions={"a": "v0", "b": "v9"}, assigned=["a"])
     beliefs = bucket_beliefs(state, PolicyConfig(), own)
     assert list(beliefs) == ["a"] and not beliefs["a"].is_active, "nothing is known of v9 on b"
+
+
+def test_a_bucket_that_was_a_part_of_another_begins_with_what_is_known_of_versions_there():
+    service = _Service()
+    for _ in range(3):
+        service.epoch(whole=20)
+    state = service.controller._state
+    state.table.set_shadow("whole", "v1", 1.9, 30)
+    state.owners["whole"], state.learned["v1"] = {"v1": 4}, {"whole": 5000}
+    service.controller.part_bucket("part", "whole")
+    service.controller.part_bucket("other", "never seen")
+    assert state.table.estimate("part", "v1") == state.table.estimate("whole", "v1")
+    assert state.owner_of("part", "v1") == 4 and state.learned["v1"]["part"] == 5000
+    assert "other" not in state.table.scores
+    service.epoch(whole=20, part=20)
+    state.table.set_shadow("part", "v1", 1.2, 30)
+    assert state.table.scores["whole"]["v1"].shadow == 1.9, "they go ways of their own from then on"

@@ -47,3 +47,24 @@ def test_a_single_altered_token_is_found(checkpoint):
 
 def test_an_empty_answer_counts_nothing(checkpoint):
     assert LosslessChecker(checkpoint).check([([5], [])]).checked == 0
+
+
+def test_a_token_is_held_against_the_rounding_that_is_measured_where_it_is_farther_off_than_expected(
+    checkpoint, monkeypatch
+):
+    prompt = [5, 9, 7]
+    answer = _greedy(checkpoint, prompt, 24)
+    checker = LosslessChecker(checkpoint)
+    second = int(checker.logits(prompt, answer)[11].topk(2).indices[1])
+    changed = [*answer[:11], second]
+    (gap,) = (checker.gaps(prompt, changed)[0] / checker.gaps(prompt, changed)[1])[11:].tolist()
+    error = float(checker.rounding(prompt, changed)[11])
+    assert 0 < error < 0.03 and gap > 0
+    for bound, off_by in (
+        (2.0, 0),
+        (0.5, 1),
+    ):  # as if the second best were so near, and so far, in multiples of the rounding
+        monkeypatch.setattr(checker, "rounding", lambda p, o, bound=bound: torch.full((len(o),), gap / 2 * bound))
+        monkeypatch.setattr("paceline.bench.common.lossless.NEAR_TIE_SHARE", gap / 4)
+        report = checker.check([(prompt, changed)])
+        assert (report.mismatches, report.near_ties) == (off_by, 1 - off_by)

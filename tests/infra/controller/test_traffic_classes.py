@@ -13,7 +13,7 @@ from paceline.contracts import FeedbackBatch, PromptVectors, TrafficClasses, dec
 from paceline.errors import FencedError
 from paceline.infra.controller.traffic import MAX_BUCKETS
 from paceline.infra.replica.feedback import BATCH_PROMPTS, FeedbackPublisher, make_batch
-from paceline.infra.state.desired import ensure_first_version, read_classes
+from paceline.infra.state.desired import ensure_first_version, read_classes, read_desired
 from paceline.infra.state.redis_clients import patient_client
 from paceline.machine import ManualClock
 from tests.helpers.hosts import make_host, recent_log, settle, stored
@@ -230,6 +230,29 @@ def test_a_batch_of_an_older_replica_has_no_vectors():
     batch = make_batch([row(0)], replica_id="a", boot_epoch=1, seq=1, target_version="t", num_dropped=0)
     fields = msgspec.msgpack.decode(encode(batch))
     assert decode(msgspec.msgpack.encode(fields[:-2]), FeedbackBatch).prompts is None
+
+
+def test_a_part_of_a_class_keeps_the_version_of_the_whole_when_it_becomes_a_class(shared_redis, client, keys, tmp_path):
+    ensure_first_version(client, keys, "v1", 30, 1.0)
+    clock = ManualClock(1000.0)
+    host = make_host(shared_redis.url, keys, tmp_path, clock=clock)
+    host.connect()
+    tell(client, keys, 1, vectors(0, 40))
+    settle(host)
+    assert told(client, keys).names == ["~class-1"]
+    host.session.lives.assign("~class-1", "v2", "learned", clock.now(), 7)
+    settle(host)
+    clock.advance(5.0)
+    tell(client, keys, 2, vectors(0, 40, 1) + np.float32(0.17) * np.eye(DIMS, dtype="<f4")[5])  # near it, but beside it
+    settle(host)
+    assert told(client, keys).names == ["~class-1", "~class-2"]
+    desired = read_desired(client, keys)
+    assert desired.class_versions == {"~class-1": "v2", "~class-2": "v2"}
+    assert host.session.state.assigned == [], "no operator did that"
+    assert host.session.controller.parted == [("~class-2", "~class-1")]
+    assert "was a part of ~class-1" in desired.reason
+    settle(host)
+    assert read_desired(client, keys).gen == desired.gen, "once"
 
 
 def test_the_policy_keeps_nothing_of_a_name_that_gave_way(shared_redis, client, keys, tmp_path):

@@ -1,5 +1,6 @@
 """The demo's scenario, sums and report, without a service."""
 
+import dataclasses
 import io
 import json
 import sys
@@ -17,20 +18,23 @@ from paceline.infra.demo import report as demo_report
 from paceline.infra.demo import view as demo_view
 from paceline.infra.demo.run import DemoOptions
 from paceline.infra.demo.scenario import GROUP_PATTERN, Traffic, shifting_scenario, steady_scenario
-from paceline.infra.demo.stats import Answer, DemoStats, gross_saving_s, totals
+from paceline.infra.demo.stats import Answer, DemoStats, gross_saving_s, own_version_s, totals
 from paceline.infra.demo.vllm_run import check_options
 
 
-def _answer(group, *, tokens=100, rounds=50, device_s=1.0, temperature=0.0, phase="B", ended=1.0):
+def _answer(
+    group, *, tokens=100, rounds=50, device_s=1.0, temperature=0.0, phase="B", ended=1.0, bucket="math",
+    traffic_class="~class-1", version="v",
+):  # fmt: skip
     return Answer(
-        phase=phase, bucket="math", group=group, temperature=temperature, num_tokens=tokens, num_rounds=rounds,
-        num_accepted_tokens=tokens - rounds, device_s=device_s, latency_s=device_s, ended=ended, drafter_version="v",
-        prompt_token_ids=(1,), output_token_ids=(2,),
+        phase=phase, bucket=bucket, traffic_class=traffic_class, group=group, temperature=temperature, num_tokens=tokens,
+        num_rounds=rounds, num_accepted_tokens=tokens - rounds, device_s=device_s, latency_s=device_s, ended=ended,
+        drafter_version=version, prompt_token_ids=(1,), output_token_ids=(2,),
     )  # fmt: skip
 
 
 def test_groups_of_a_pattern_share_bucket_and_temperature():
-    phase = shifting_scenario(("tools", "code"), ("math",))[0]
+    phase = shifting_scenario(("tools", "code"), ("math",), ("facts",))[0]
     traffic = Traffic(("tools", "code", "math"), None, seed=0)
     plans = [traffic.next(phase) for _ in range(96)]
     for i in range(0, 96, len(GROUP_PATTERN)):
@@ -48,7 +52,7 @@ def test_same_seed_sends_the_same_traffic():
 
 
 def test_phase_shares_fill_the_demo():
-    assert abs(sum(p.share for p in shifting_scenario(("tools",), ("math",))) - 1) < 1e-9
+    assert abs(sum(p.share for p in shifting_scenario(("tools",), ("math",), ("facts",))) - 1) < 1e-9
 
 
 def test_saving_is_the_static_time_of_the_adaptive_tokens_minus_the_time_taken():
@@ -70,9 +74,9 @@ def _result(answers):
     stats = DemoStats(answers=answers)
     return {
         "target": {"name": "bundled", "version": "t"}, "drafter": {"name": "bundled"}, "policy": "payoff", "trainer_price": 0.25,
-        "hardware": {"cpu": "<cpu>", "cores": 2}, "phases": [stats.phase_dict("B", "math", 0.0) | {"started_s": 0.0}],
+        "hardware": {"cpu": "<cpu>", "cores": 2}, "phases": [stats.phase_dict("B", "math", 0.0) | {"started_s": 0.0, "own_version_s": None}],
         "decisions": [{"t_s": 3.0, "action": "train", "bucket": "math", "arm": "full", "reason": "a < b & c", "expected_saving_s": 2.0, "expected_cost_s": 1.0}],
-        "ledger": {"spent_s": 1.0, "saved_s": 2.0, "net_s": 1.0, "by_kind": {"training": 0.6, "shadow": 0.2, "staging": 0.2}}, "ledger_cells": [], "saved_interval_s": [0.0, 0.0],
+        "ledger": {"spent_s": 1.0, "saved_s": 2.0, "net_s": 1.0, "by_kind": {"training": 0.6, "shadow": 0.2, "staging": 0.2}}, "ledger_cells": [], "saved_interval_s": [0.0, 0.0], "rows": {},
         "swaps": {"count": 1, "pause_ms_p50": 0.1, "pause_ms_p99": 0.1, "requests_dropped": 0, "times_s": [4.0]},
         "lossless": {"checked": 10, "near_ties": 0, "mismatches": 0}, "feedback": {"produced": 5, "delivered": 5, "dropped": 0},
     }  # fmt: skip
@@ -84,6 +88,53 @@ def test_the_ledger_says_what_it_would_be_with_the_trainers_core_counted_in_full
     assert "net +1.0 s" in line and "the trainer's 3.2 s count 0.25 of it" in line and "the net is -1.4 s" in line
     (line,) = [s for s in demo_report.summary_lines(result | {"trainer_price": 1.0}) if s.startswith("ledger")]
     assert "trainer" not in line
+
+
+def test_the_closing_sentence_tells_what_was_learned_what_came_back_and_what_was_declined():
+    sent = (
+        ("A", "tools", "~class-1", "v", 3.0),
+        ("B", "math", "~class-2", "v", 12.0),
+        ("B", "math", "~class-2", "own", 15.5),
+        ("C", "facts", "~class-2", "own", 21.0),  # one of seven looks like math
+        ("C", "facts", "~class-3", "v", 22.0),
+        ("B again", "math", "~class-2", "own", 31.25),
+    )
+    answers = [
+        _answer(Group.ADAPTIVE, phase=p, bucket=b, traffic_class=c, version=v, ended=t) for p, b, c, v, t in sent
+    ]
+    answers += [dataclasses.replace(answers[4], ended=23.0)] * 5
+    stats, result, began = (
+        DemoStats(answers=answers),
+        _result(answers),
+        {"A": 0.0, "B": 10.0, "C": 20.0, "B again": 30.0},
+    )
+    result["phases"] = [
+        stats.phase_dict(p, b, 0.0) | {"own_version_s": own_version_s(stats.of_phase(p), "v", began[p])}
+        for p, b in (("A", "tools"), ("B", "math"), ("C", "facts"), ("B again", "math"))
+    ]
+    holds = [
+        {"t_s": t, "action": "hold", "bucket": c, "reason": why}
+        for t, c, why in (
+            (21.0, "~class-3", "Too few rows."),
+            (25.0, "~class-3", "It would save 0.1 s for 3 s."),
+            (26.0, "~class-2", "No."),
+        )
+    ]
+    result["decisions"] += holds
+    assert demo_report.closing_sentence(result) == (
+        "net +1.0 s: learning math took 1.0 s of device time and saved 2.0 s; facts was declined: It would save 0.1 s for 3 s; "
+        "when math came back, its own version had answered after 1.2 s"
+    )
+    result["decisions"] = []
+    assert "declined" not in demo_report.closing_sentence(result)
+    result["rows"] = {"~class-3": (900, 3200), "~class-2": (10, 3200)}
+    told = demo_report.closing_sentence(result)
+    assert (
+        "facts was declined: ~class-3 brought 900 of the 3200 rows that a job needs before it went; when math" in told
+    )
+    for phase in result["phases"]:
+        phase["own_version_s"] = None
+    assert "learning" not in demo_report.closing_sentence(result)
 
 
 def test_html_report_is_self_contained_and_escapes_reasons(tmp_path):
