@@ -27,7 +27,10 @@ log = logging.getLogger(__name__)
 
 
 class JobLease(Protocol):
-    """The worker's right to run; picklable. Entering it begins to renew it in the background."""
+    """The worker's right to run; picklable. Entering it begins to renew it in the background, with what `clock` says."""
+
+    clock: Callable[[], float] | None
+    """Device-seconds that the worker has taken; set before it is entered."""
 
     def __enter__(self) -> object: ...
 
@@ -64,20 +67,28 @@ def run_leased_job(
     """
     if niceness:
         os.nice(niceness)
+    clock = device_clock(device, threads)
+    run = partial(
+        _run_job, job, trace_root, registry_root, target, threads=threads, device=device, chain=chain,
+        learners=LearnerStore(learner_root), clock=clock,
+    )  # fmt: skip
+    if lease is None:
+        return run()
+    lease.clock = clock
+    with lease:  # before the imports: they are seconds, and on a busy core minutes
+        result = run(should_stop=lease.should_stop)
+    lease.finish(result)
+    return result
+
+
+def _run_job(
+    job: TrainJob, trace_root: str, registry_root: str, target: str, *, chain: int | None, **options: Any
+) -> TrainResult:
     from paceline.adapt.online.trainer import ShadowConfig, run_training_job  # whoever orders a job needs no torch
 
     log.info("training started job=%s bucket=%s arm=%s", job.job_id, job.bucket, job.arm.name)
     store, registry = TraceStore(trace_root), DrafterRegistry(registry_root)
-    run = partial(
-        run_training_job, job, store, registry, target, threads=threads, device=device,
-        shadow=ShadowConfig(chain=chain), learners=LearnerStore(learner_root), clock=device_clock(device, threads),
-    )  # fmt: skip
-    if lease is None:
-        return run()
-    with lease:
-        result = run(should_stop=lease.should_stop)
-    lease.finish(result)
-    return result
+    return run_training_job(job, store, registry, target, shadow=ShadowConfig(chain=chain), **options)
 
 
 def device_clock(device: str, threads: int) -> Callable[[], float]:

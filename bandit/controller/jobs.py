@@ -25,17 +25,19 @@ def learn(state: ControllerState, job: JobRecord, result: TrainResult) -> None:
 
     accepted, rejected, learning: gain and cost were measured, the gain by paired replay whatever the gate said of it; it is
     that of all rows that the learner has read since its base, in this burst and before. stopped: the cost is a lower bound,
-    the gain unknown. failed: nothing but that it failed. When the bucket's text changed while the job ran, its scores
+    the gain unknown. failed: that it failed, and what it cost beyond
+    what was expected. When the bucket's text changed while the job ran, its scores
     describe a text that is gone: only its cost teaches.
     """
     regime = state.buckets.get(job.bucket)
     is_text_gone = regime is not None and regime.start > job.started
     is_measured = result.status in ("accepted", "rejected", "learning")
     fraction = _done_fraction(state, job, result)
+    is_cut_short = result.status == "stopped" or (is_measured and fraction < 1.0)
     done = sized(job.arm, max(int(fraction * job.arm.num_rows), 1))
     if is_measured and result.num_rows is not None:
         state.costs.update(done, result.train_s, result.shadow_s)
-    elif result.status == "stopped" or (is_measured and fraction < 1.0):
+    elif is_cut_short or (result.status == "failed" and result.train_s > job.expected_cost.training_s):
         state.costs.update_cut_short(job.arm, result.train_s)
     elif is_measured:
         state.costs.update(job.arm, result.train_s, result.shadow_s)

@@ -13,6 +13,7 @@ import logging
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,6 +34,8 @@ from paceline.machine import Clock
 logger = logging.getLogger(__name__)
 
 _RESULT_TTL_S = 24 * 3600
+BEAT_SHARE = 0.25
+"""Share of its life after which a worker renews its lease."""
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,6 +45,8 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     token: str
     """Distinguishes two launches of the same job."""
     host: str
+    used_s: float | None = None
+    """Device-seconds that the worker has taken so far; None until it reports."""
 
 
 def read_lease(client: redis.Redis, keys: Keys) -> Lease | None:
@@ -72,6 +77,8 @@ class WorkerLease:
         self._ended: threading.Event | None = None
         self._deadline: float | None = None
         self._is_finished = False
+        self.clock: Callable[[], float] | None = None
+        """Device-seconds that the worker has taken, told with every beat; the worker sets it."""
         self._turn = threading.Lock()
         """Of heartbeat and finish: a beat that comes late must not renew what was given back."""
 
@@ -109,7 +116,8 @@ class WorkerLease:
                     return
                 if pipe.get(keys.train_stop) == self.job_id.encode():
                     self._stop_asked = True
-                mine = Lease(job_id=self.job_id, token=self._token, host=socket.gethostname())
+                used_s = None if self.clock is None else self.clock()
+                mine = Lease(job_id=self.job_id, token=self._token, host=socket.gethostname(), used_s=used_s)
                 pipe.multi()
                 pipe.set(keys.train, encode(mine), px=int(self._ttl_s * 1000))
                 pipe.execute()
@@ -159,10 +167,10 @@ class WorkerLease:
         assert self._ended is not None
         while not self._ended.is_set():
             self.heartbeat()
-            self._ended.wait(self._ttl_s / 4)
+            self._ended.wait(self._ttl_s * BEAT_SHARE)
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_client": None, "_thread": None, "_ended": None, "_turn": None}
+        return {**self.__dict__, "_client": None, "_thread": None, "_ended": None, "_turn": None, "clock": None}
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state, _turn=threading.Lock())
@@ -195,6 +203,12 @@ class _Watch:
     token: str = ""
     launched_at: float | None = None
     alive_at: float | None = None
+    used_s: float | None = None
+    """Device-seconds that the worker last reported; None: nothing yet."""
+    began_at: float | None = None
+    """When its first report was seen."""
+    used_at: float | None = None
+    """When the last one was."""
     stop_at: float | None = None
     was_killed: bool = False
 
@@ -243,9 +257,12 @@ class TrainCoordinator:
                 return self._lost(job, lease, "the training process ended without a result")
         elif lease is not None:
             watch.alive_at = now
+        if lease is not None and lease.used_s is not None and lease.used_s != watch.used_s:
+            watch.began_at = watch.began_at or now
+            watch.used_s, watch.used_at = lease.used_s, now
         if now - watch.alive_at > 1.5 * self._config.lease_ttl_s:
             return self._lost(job, lease, "the training process is gone")
-        return self._enforce_limit(job, lease, now, watch.launched_at)
+        return self._enforce_limit(job, lease, now)
 
     def _written(self, job: TrainJob) -> TrainResult | None:
         data = self._client.get(self._keys.train_result(job.job_id))
@@ -298,9 +315,16 @@ class TrainCoordinator:
             logger.exception("training could not be launched job=%s", job.job_id)
             worker_lease.finish(failed(job.job_id, f"the training process could not be started: {e}"), patience_s=0.0)
 
-    def _enforce_limit(self, job: TrainJob, lease: Lease | None, now: float, launched_at: float) -> TrainResult | None:
+    def _enforce_limit(self, job: TrainJob, lease: Lease | None, now: float) -> TrainResult | None:
+        """The worker itself stops at the limit, where it gets to look at its clock: one that is starved of its core may not,
+        and slows serving down as long as it lives."""
         watch = self._watch
-        if now - launched_at <= job.time_limit_s + self._start_s:
+        assert watch.launched_at is not None
+        if watch.began_at is None:
+            is_over = now - watch.launched_at > job.time_limit_s + self._start_s
+        else:
+            is_over = now - watch.began_at > job.time_limit_s + self._config.stop_grace_s
+        if not is_over:
             return None
         if watch.stop_at is None:
             watch.stop_at = now
@@ -318,8 +342,14 @@ class TrainCoordinator:
             self._client.delete(self._keys.train)
         if (written := self._written(job)) is not None:  # it may have ended well between two looks
             return written
-        now, started = self._clock.now(), self._watch.launched_at
-        return failed(job.job_id, reason, train_s=0.0 if started is None else max(0.0, now - started))
+        return failed(job.job_id, reason, train_s=self._taken_s())
+
+    def _taken_s(self) -> float:
+        """Device-seconds that a worker without a result has taken: what it reported, and at most a beat since."""
+        watch = self._watch
+        since = watch.used_at if watch.used_at is not None else watch.launched_at
+        silent_s = 0.0 if since is None else max(0.0, self._clock.now() - since)
+        return (watch.used_s or 0.0) + min(silent_s, BEAT_SHARE * self._config.lease_ttl_s)
 
 
 def failed(job_id: str, reason: str, *, train_s: float = 0.0) -> TrainResult:

@@ -15,10 +15,11 @@ MAX_TOKENS = 144
 
 
 class DemoClient:
-    """Talks to one service; not thread-safe."""
+    """Talks to one service; not thread-safe. bucket: the class that it names in every request, None to name none."""
 
-    def __init__(self, url: str, model_name: str, began: float) -> None:
-        self._http = httpx.Client(base_url=url, timeout=httpx.Timeout(120.0, connect=10.0))
+    def __init__(self, url: str, model_name: str, began: float, bucket: str | None = None) -> None:
+        headers = {} if bucket is None else {"x-paceline-bucket": bucket}
+        self._http = httpx.Client(base_url=url, timeout=httpx.Timeout(120.0, connect=10.0), headers=headers)
         self._model = model_name
         self._began = began
 

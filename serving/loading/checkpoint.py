@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from paceline.errors import ConfigError
@@ -79,6 +79,8 @@ class FolderCheckpoint:
             ) from e
 
     def model(self, dtype: torch.dtype | None = None, attention: str | None = None) -> Any:
+        from transformers import AutoModelForCausalLM  # seconds of imports, which a trainer does without
+
         self.config()  # it says better what is wrong with it
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from paceline.errors import ConfigError
 from paceline.kernels.dispatch import Kernels
@@ -32,6 +29,10 @@ class PagedPass:
 
 def register_attention() -> None:
     """Make the attention function known to transformers under the name `ATTENTION`."""
+    # seconds of imports, which a process that loads no such model (a trainer) does without
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
     AttentionInterface.register(ATTENTION, _paged_attention)
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
@@ -48,6 +49,8 @@ def _paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention function registered with transformers; without a pass it is plain SDPA (generate() keeps working)."""
     if paceline_pass is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ConfigError("the target must use plain softmax attention, got logit soft-capping or attention sinks")

@@ -65,16 +65,17 @@ class Place:
 
     def traffic(self, stop: threading.Event) -> None:
         """One closed-loop client; known traffic for a while, then unseen."""
-        client, began = DemoClient(self.url, "paceline", time.monotonic()), time.monotonic()
-        traffic = Traffic(("tools", "math"), None, 0)
+        began, traffic = time.monotonic(), Traffic(("tools", "math"), None, 0)
+        clients = {bucket: DemoClient(self.url, "paceline", began, bucket) for bucket in ("tools", "math")}
         try:
             while not stop.is_set():
                 bucket = "tools" if time.monotonic() - began < (40.0 if SCREENSHOTS else 3.0) else "math"
-                client.send(traffic.next(Phase(name="x", buckets=(bucket,), share=1.0)), "x")
+                clients[bucket].send(traffic.next(Phase(name="x", buckets=(bucket,), share=1.0)), "x")
         except BaseException as e:
             self.errors.append(e)
         finally:
-            client.close()
+            for client in clients.values():
+                client.close()
 
 
 @pytest.fixture(scope="module")

@@ -214,6 +214,8 @@ from tests.helpers.feedback import round_rows
 args = json.loads(sys.argv[1])
 lease = WorkerLease(args["url"], args["model"], args["job_id"], args["token"], ttl_s=args["ttl_s"], limit_s=args["limit_s"])
 started = time.monotonic()
+if args["device_share"]:
+    lease.clock = lambda: args["device_share"] * (time.monotonic() - started)
 with lease:
     status = args["status"]
     while time.monotonic() - started < args["seconds"]:
@@ -253,13 +255,15 @@ class ProcessLauncher:
     status: str = "accepted"
     version: str = "v2"
     is_deaf: bool = False
+    device_share: float = 0.0
+    """Share of its time that a worker reports to have had its device; 0: it reports nothing."""
     handles: list[ProcessHandle] = field(default_factory=list)
 
     def launch(self, job: TrainJob, lease: WorkerLease) -> ProcessHandle:
         values = {
             "url": self.url, "model": lease._model, "job_id": job.job_id, "token": lease._token, "ttl_s": lease._ttl_s,
             "limit_s": lease._limit_s, "seconds": self.seconds, "status": self.status, "version": self.version,
-            "journal": self.journal, "is_deaf": self.is_deaf,
+            "journal": self.journal, "is_deaf": self.is_deaf, "device_share": self.device_share,
         }  # fmt: skip
         args = [sys.executable, "-c", _WORKER, msgspec.json.encode(values).decode()]
         handle = ProcessHandle(subprocess.Popen(args, env={**os.environ}))

@@ -20,10 +20,13 @@ JOB = TrainJob(
 class Lease:
     """Picklable; keeps what happened to it."""
 
+    clock = None
+
     def __init__(self):
         self.events = []
 
     def __enter__(self):
+        assert self.clock() > 0.0, "the lease tells what the worker takes from its first beat"
         self.events.append("enter")
         return self
 
@@ -131,3 +134,13 @@ def test_a_controller_that_orders_jobs_and_lists_versions_loads_no_torch() -> No
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.split()[-1] == "False"
+
+
+def test_a_trainer_loads_no_model_of_transformers() -> None:
+    code = (
+        "import sys, paceline.adapt.online.trainer, paceline.paths as p; "
+        "from paceline.adapt.families.target_handle import load_target_handle as load; load(p.resolve_model('bundled')); "
+        "print({'transformers.modeling_utils', 'torch._dynamo', 'scipy.optimize'} & set(sys.modules))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.split()[-1] == "set()"

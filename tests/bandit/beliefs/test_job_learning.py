@@ -55,6 +55,16 @@ def test_a_stopped_job_teaches_that_it_costs_at_least_that_and_nothing_of_its_ga
     assert d.bucket not in w.controller._state.required_rows  # nobody knows that more rows are needed
 
 
+@pytest.mark.parametrize("train_s, factor", [(60.0, 1.5), (0.1, None)])
+def test_a_killed_job_teaches_its_cost_only_where_it_was_dearer_than_expected(train_s, factor):
+    w = _world()
+    d = _ordered(w)
+    cost = _predicted(w)[1]
+    lost = TrainResult(job_id="j", status="failed", version=None, reason="killed", train_s=train_s, shadow_s=0.0)
+    _end(w, d, lost)
+    assert _predicted(w)[1] > factor * cost if factor else w.controller._state.costs.num_measured == 0
+
+
 def test_a_short_stop_does_not_make_jobs_look_cheap():
     model = CostModel()
     arm = sized(FULL, 4000)

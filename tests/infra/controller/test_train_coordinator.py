@@ -1,13 +1,14 @@
 """Claims of infra/controller/jobs.py with real worker processes."""
 
 import pickle
+import time
 
 import msgspec
 import pytest
 import redis
 
 from paceline.contracts import TrainJob, encode
-from paceline.infra.controller.jobs import Lease, TrainCoordinator, WorkerLease, failed, read_lease
+from paceline.infra.controller.jobs import BEAT_SHARE, Lease, TrainCoordinator, WorkerLease, failed, read_lease
 from paceline.infra.controller.store import HostConfig
 from paceline.machine import SystemClock
 from tests.helpers.scripted import ARM, ProcessLauncher
@@ -124,6 +125,31 @@ def test_deaf_worker_is_killed_after_its_time_limit(shared_redis, client, keys, 
     result = wait_result(c, job(limit_s=0.2), wait_until)
     assert result.status == "failed" and "time limit of 0.2 s" in result.reason
     assert not launcher.handles[0].is_alive()
+
+
+def test_a_starved_worker_is_killed_soon_and_pays_for_what_it_had_of_its_device(
+    shared_redis, client, keys, launcher, wait_until
+):
+    launcher.seconds, launcher.is_deaf, launcher.device_share = 60.0, True, 0.05
+    c, began = coordinator(client, shared_redis.url, keys, launcher, stop_grace_s=1.5, start_s=50.0), time.monotonic()
+    result = wait_result(c, job(limit_s=0.5), wait_until)
+    wall_s = time.monotonic() - began
+    assert result.status == "failed" and "time limit of 0.5 s" in result.reason
+    assert wall_s < 30.0, "the time to start a process is not granted to one that has begun"
+    assert 0.05 < result.train_s < 0.05 * wall_s + BEAT_SHARE * TTL_S + 0.01
+
+
+def test_a_lost_worker_pays_up_to_its_last_beat(shared_redis, client, keys, launcher, wait_until):
+    launcher.seconds, launcher.device_share = 60.0, 1.0
+    c = coordinator(client, shared_redis.url, keys, launcher)
+    c.poll(job())
+    wait_until(lambda: (read_lease(client, keys).used_s or 0.0) > 0.5, what="half a second of the worker")
+    c.poll(job())
+    launcher.handles[0].kill()
+    time.sleep(3.0)  # a controller that was busy elsewhere
+    result = wait_result(c, job(), wait_until)
+    assert result.status == "failed"
+    assert 0.5 < result.train_s < 1.5
 
 
 def test_launch_that_fails_is_a_failed_job(shared_redis, client, keys, wait_until):
