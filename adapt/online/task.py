@@ -93,9 +93,10 @@ def _run_job(
 
 def device_clock(device: str, threads: int) -> Callable[[], float]:
     """Seconds that this process takes of its device: on a CPU its threads' time over their number, so that a polite process
-    is not charged for its waiting; a GPU is taken while the clock runs."""
+    is not charged for its waiting; a GPU is taken from now on."""
     if device != "cpu":
-        return time.perf_counter
+        began = time.perf_counter()
+        return lambda: time.perf_counter() - began
     return lambda: time.process_time() / threads
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 
@@ -76,6 +79,27 @@ class BucketBelief(msgspec.Struct, frozen=True, kw_only=True):
     is_active: bool
     batches: list[BatchCost] = []
     """The same prices apart by batch size: a better drafter gains less where rounds are full. [] = not known apart."""
+
+    @classmethod
+    def pooled(cls, first: BucketBelief, beliefs: Sequence[BucketBelief]) -> BucketBelief:
+        """What is believed of some buckets with one version, by the name of `first`, one of them; its rounds are priced as
+        those of all."""
+        loads = [max(b.load, 1e-9) for b in beliefs]
+        load = sum(loads)
+        rounds = [x / b.length for x, b in zip(loads, beliefs, strict=True)]
+        length, spread = load / sum(rounds), sum((x * b.length_se) ** 2 for x, b in zip(rounds, beliefs, strict=True))
+        return msgspec.structs.replace(
+            first,
+            load=sum(b.load for b in beliefs),
+            time_per_token_s=sum(x * b.time_per_token_s for x, b in zip(loads, beliefs, strict=True)) / load,
+            length=length,
+            length_se=math.sqrt(spread) / sum(rounds),
+            usable_rows=sum(b.usable_rows for b in beliefs),
+            fresh_rows=sum(b.fresh_rows for b in beliefs),
+            learned_rows=max(b.learned_rows for b in beliefs),
+            required_rows=max(b.required_rows for b in beliefs),
+            is_active=any(b.is_active for b in beliefs),
+        )
 
     @property
     def busy(self) -> float:

@@ -83,6 +83,8 @@ class ClassBook(msgspec.Struct, kw_only=True):
     """Numbers whose class has ended, also those that another kind has by now, until `take_ended`."""
     parted: list[tuple[int, int]] = []
     """New classes, each with the one that it was a part of, until `take_parted`."""
+    pool_of: dict[int, int] = {}
+    """Class -> the lowest number of those that were one class once; a class that never fell into parts is left out."""
     num_vectors: int = 0
     second: tuple[int, int] = (0, 0)
     """The latest second in which vectors came, and how many were taken in it."""
@@ -159,6 +161,10 @@ class ClassBook(msgspec.Struct, kw_only=True):
         parted, self.parted = self.parted, []
         return [(class_name(new), class_name(whole)) for new, whole in parted]
 
+    def pools(self) -> dict[str, str]:
+        """Bucket of a class that others were one with once -> a name that they share."""
+        return {class_name(k): class_name(first) for k, first in self.pool_of.items()}
+
     def shares_of_classes(self) -> dict[str, float]:
         """Bucket of a class -> its share of the latest vectors; '' = of no class. Empty before the first."""
         total = sum(self.shares.values())
@@ -172,10 +178,22 @@ class ClassBook(msgspec.Struct, kw_only=True):
         self.weights, self.spreads, self.labels, self.tenants = [], [], [], []
         gone = sorted(_number(n) for n in self.published.names)
         self.freed, self.ended = [*self.freed, *gone], [*self.ended, *gone]
-        self.seen, self.shares = {}, {}
+        self.seen, self.shares, self.pool_of = {}, {}, {}
+
+    def _pool(self, members: Collection[int]) -> None:
+        """Let these be what was one class once; one alone is no pool."""
+        self.pool_of |= {k: min(members) for k in members} if len(members) > 1 else {}
+
+    def _leave_pool(self, label: int) -> None:
+        first = self.pool_of.pop(label, None)
+        left = [k for k, pool in self.pool_of.items() if pool == first]
+        for k in left:
+            del self.pool_of[k]
+        self._pool(left)
 
     def _free(self, clumps: _Clumps, label: int) -> None:
         clumps.labels[clumps.labels == label] = 0
+        self._leave_pool(label)
         self.freed.append(label)
         self.ended.append(label)
         self.shares[0] = self.shares.get(0, 0.0) + self.shares.pop(label, 0.0)
@@ -201,6 +219,7 @@ class ClassBook(msgspec.Struct, kw_only=True):
             if gone in is_kept and kept not in is_kept:
                 kept, gone = gone, kept
             clumps.labels[clumps.labels == gone] = kept
+            self._leave_pool(gone)
             self.freed.append(gone)
             self.ended.append(gone)
             self.shares[kept] = self.shares.get(kept, 0.0) + self.shares.pop(gone, 0.0)
@@ -226,6 +245,8 @@ class ClassBook(msgspec.Struct, kw_only=True):
                 self.seen[new], self.shares[new] = now, float(clumps.weights[part].sum())
                 if label:  # both may fall into two again
                     self.parted.append((new, label))
+                    whole = self.pool_of.get(label, label)
+                    self._pool({new, label, *(k for k, pool in self.pool_of.items() if pool == whole)})
                     todo += [label, new]
                     self.shares[label] = max(self.shares.get(label, 0.0) - self.shares[new], 0.0)
 

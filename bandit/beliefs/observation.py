@@ -43,6 +43,8 @@ class HostContext(msgspec.Struct, frozen=True, kw_only=True):
     """Buckets on which no training may be ordered now (a canary of theirs was rolled back)."""
     class_versions: dict[str, str] = {}
     """Bucket -> version of its own."""
+    pools: dict[str, str] = {}
+    """Bucket -> a name that it shares with those it was one with once: while they have one version, they learn together."""
     assigned: list[str] = []
     """Buckets that nothing is decided for: an operator chose their version, or there is room for none of their own."""
 

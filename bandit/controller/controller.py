@@ -26,7 +26,7 @@ from paceline.bandit.controller.state import (
 from paceline.bandit.controller.view import PolicyView, policy_view
 from paceline.bandit.ledger.ledger import Bank, contradictions
 from paceline.bandit.ledger.totals import LedgerTotals
-from paceline.bandit.policies.pricing import PricedJob, price_jobs, recall_rates, swap_gain
+from paceline.bandit.policies.pricing import PricedJob, price_jobs, swap_gain
 from paceline.bandit.policies.table import POLICIES, Choice, View, is_self_funded, make_policy
 from paceline.bandit.policies.view import hold
 from paceline.config import PolicyConfig
@@ -203,6 +203,7 @@ class Controller:
                 "share": job.share,
                 "length_after": job.length_after,
                 "cost": msgspec.to_builtins(job.cost),
+                "others": job.others,
             },
             choice,
             arm=job.arm.name,
@@ -225,10 +226,12 @@ class Controller:
             ),
             expected_cost=job.cost,
             started=now,
+            others=job.others,
         )
         state.last_job_id, state.last_job_started = decision.decision_id, now
         state.memory.job_started(job.bucket)
-        state.rows_at_job[job.bucket] = context.rows_written.get(job.bucket, context.rows.get(job.bucket, 0))
+        for bucket in (job.bucket, *job.others):
+            state.rows_at_job[bucket] = context.rows_written.get(bucket, context.rows.get(bucket, 0))
         return decision
 
     def _facts(self, view: View, bucket: str) -> dict[str, Any]:
@@ -275,9 +278,12 @@ class Controller:
             self._state.costs.update_staging(seconds, 1 if context is None else context.num_replicas)
         return self._state.actions[decision_id]
 
-    def order_ended(self, decision_id: int, outcome: str) -> Decision | None:
+    def order_ended(self, decision_id: int, outcome: str, bucket: str = "") -> Decision | None:
         """Write into a decision what became of its version: its canary was 'promoted', 'rolled_back' or 'retired', or the host
         'refused' to give it to the class.
+
+        bucket: the class that this is about; '' = the decision's own. That another, which learned together with it, was
+        refused the version says nothing of the decision; the end of a trial is one for all.
 
         A version that does not serve gained nothing and is no longer what that decision gave its bucket; None when the
         decision is unknown or too old to be kept.
@@ -286,9 +292,12 @@ class Controller:
         if decision is None:
             return None
         if outcome != "promoted":
-            given = state.owners.get(decision.bucket, {})
-            if decision.version is not None and given.get(decision.version) == decision_id:
-                del given[decision.version]
+            bucket = bucket or decision.bucket
+            for given in [state.owners.get(bucket, {})] if outcome == "refused" else state.owners.values():
+                if decision.version is not None and given.get(decision.version) == decision_id:
+                    del given[decision.version]
+            if outcome == "refused" and bucket != decision.bucket:
+                return decision
             decision = msgspec.structs.replace(decision, realised_gain=0.0, outcome=outcome)
             state.remember(decision)
         return decision
@@ -439,6 +448,7 @@ def price_order(view: View, bucket: str, arm: ArmSpec, state: ControllerState, c
     """The choice 'train arm on bucket' with all usable rows; raises ValueError with what to do where that cannot be."""
     if view.is_job_running:
         raise ValueError("a training job is in flight; wait until it has ended")
+    bucket = next((first for first, others in view.pools.items() if bucket in others), bucket)
     belief = view.beliefs.get(bucket)
     if belief is None:
         known = ", ".join(sorted(view.beliefs)) or "none yet"
@@ -457,7 +467,8 @@ def price_order(view: View, bucket: str, arm: ArmSpec, state: ControllerState, c
         min_rows=1,
         num_replicas=context.num_replicas,
         trainer_price=view.config.trainer_price,
-        recall_rates=recall_rates(view.beliefs, view.recalls),
+        recall_rates=view.recall_rates,
+        pools=view.pools,
     )
     job = max((j for j in jobs if j.bucket == bucket), key=lambda j: j.arm.num_rows)
     reason = (

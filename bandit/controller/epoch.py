@@ -91,7 +91,10 @@ def drop_bucket(state: ControllerState, name: str) -> None:
 
 
 def part_bucket(state: ControllerState, name: str, whole: str) -> None:
-    """Let a new bucket, so far a part of another one, begin with what is known of versions there."""
+    """Let a new bucket, so far a part of another one, begin with what is known of versions there, and nothing else."""
+    drop_bucket(state, name)
+    for rows in state.learned.values():
+        rows.pop(name, None)
     if whole in state.table.scores:
         state.table.scores[name] = copy.deepcopy(state.table.scores[whole])
     if whole in state.owners:
@@ -186,6 +189,44 @@ def bucket_beliefs(state: ControllerState, config: PolicyConfig, context: HostCo
             batches=state.round_costs.batches(name),
         )
     return found
+
+
+APART_Z = 2.0
+"""Standard errors by which the acceptance lengths of two kinds of text differ surely."""
+
+
+def _is_apart(a: BucketBelief, b: BucketBelief) -> bool:
+    return abs(a.length - b.length) > APART_Z * math.hypot(a.length_se, b.length_se)
+
+
+def pooled_beliefs(
+    state: ControllerState, context: HostContext, beliefs: dict[str, BucketBelief]
+) -> tuple[dict[str, BucketBelief], dict[str, list[str]]]:
+    """Beliefs with one for all buckets that learn together, and who else is meant by each: bucket -> the others' buckets.
+
+    A pool goes by the bucket that has a learner already, else by the one with most rows; one that its version drafts surely
+    better or worse for is another kind of text.
+    """
+    pools: dict[tuple[str, str], list[str]] = {}
+    for name in beliefs:
+        if name in context.pools and name not in context.assigned and name not in context.frozen:
+            pools.setdefault((context.pools[name], context.version_of(name)), []).append(name)
+    others: dict[str, list[str]] = {}
+    found = dict(beliefs)
+    for (_, version), names in pools.items():
+
+        def precedence(name: str, version: str = version) -> tuple[bool, int, str]:
+            return state.learners.get(name, ("",))[0] == version, beliefs[name].usable_rows, name
+
+        first = max(names, key=precedence)
+        names = [n for n in names if not _is_apart(beliefs[n], beliefs[first])]
+        if len(names) < 2:
+            continue
+        others[first] = sorted(set(names) - {first})
+        for name in names:
+            del found[name]
+        found[first] = BucketBelief.pooled(beliefs[first], [beliefs[name] for name in names])
+    return found, others
 
 
 def _rows(state: ControllerState, context: HostContext, name: str) -> tuple[int, int]:

@@ -25,19 +25,20 @@ def learn(state: ControllerState, job: JobRecord, result: TrainResult) -> None:
 
     accepted, rejected, learning: gain and cost were measured, the gain by paired replay whatever the gate said of it; it is
     that of all rows that the learner has read since its base, in this burst and before. stopped: the cost is a lower bound,
-    the gain unknown. failed: that it failed, and what it cost beyond
-    what was expected. When the bucket's text changed while the job ran, its scores
-    describe a text that is gone: only its cost teaches.
+    the gain unknown. failed: that it failed, and the cost where it was dearer than expected. When the bucket's text changed
+    while the job ran, its scores describe a text that is gone: only its cost teaches.
     """
     regime = state.buckets.get(job.bucket)
     is_text_gone = regime is not None and regime.start > job.started
     is_measured = result.status in ("accepted", "rejected", "learning")
     fraction = _done_fraction(state, job, result)
-    is_cut_short = result.status == "stopped" or (is_measured and fraction < 1.0)
+    expected_s = job.expected_cost.training_s + job.expected_cost.shadow_s
+    is_dear_failure = result.status == "failed" and result.train_s > expected_s
+    is_cut_short = result.status == "stopped" or is_dear_failure or (is_measured and fraction < 1.0)
     done = sized(job.arm, max(int(fraction * job.arm.num_rows), 1))
     if is_measured and result.num_rows is not None:
         state.costs.update(done, result.train_s, result.shadow_s)
-    elif is_cut_short or (result.status == "failed" and result.train_s > job.expected_cost.training_s):
+    elif is_cut_short:
         state.costs.update_cut_short(job.arm, result.train_s)
     elif is_measured:
         state.costs.update(job.arm, result.train_s, result.shadow_s)
@@ -46,7 +47,8 @@ def learn(state: ControllerState, job: JobRecord, result: TrainResult) -> None:
         counted = result.num_rows is not None
         share = learned_share(result.num_rows_before + done.num_rows) if counted else job.share * fraction**POWER
         state.gains.update(job.bucket, job.arm, job.headroom, share, gain, error, job.new)
-        state.table.add_job(job.bucket, result)
+        for bucket in (job.bucket, *job.others):
+            state.table.add_job(bucket, result)
     state.memory.ema.job_ended(result.status, state.rows_written)
     if is_measured:
         if not is_text_gone:
@@ -138,7 +140,8 @@ def finish_job(
     learn(state, job, result)
     publish, reason = _publish(state, config, job, result)
     if publish is not None:
-        state.owners.setdefault(job.bucket, {})[publish] = decision_id
+        for bucket in (job.bucket, *job.others):
+            state.owners.setdefault(bucket, {})[publish] = decision_id
     decision = msgspec.structs.replace(
         state.actions[decision_id],
         version=result.version,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.bandit.beliefs.observation import HostContext, speculative
 from paceline.bandit.beliefs.ratio import RatioSums
 from paceline.bandit.beliefs.regime import MixRegime
-from paceline.bandit.controller.epoch import bucket_beliefs
+from paceline.bandit.controller.epoch import bucket_beliefs, pooled_beliefs
 from paceline.bandit.controller.state import ControllerState
 from paceline.bandit.policies.memory import HedgeWeights
 from paceline.bandit.policies.pricing import price_jobs, price_recalls, recall_rates, staleness_rates, version_losses
@@ -24,13 +24,14 @@ def build_view(
     balance_s: float,
 ) -> View:
     """The view at `now`; `balance_s` is what the bank holds."""
-    beliefs = bucket_beliefs(state, config, context)
+    each = bucket_beliefs(state, config, context)
+    beliefs, pools = pooled_beliefs(state, context, each)
     regime = state.regime if state.regime is not None else MixRegime(now)
     horizon = regime.horizon_s(now, config.horizon_s)
     known = context.versions or state.lived
     versions = [v for v in {*known, context.first_version} if v not in state.barred]
     recalls = price_recalls(
-        beliefs,
+        each,
         versions,
         context.version_of,
         table=state.table,
@@ -38,6 +39,7 @@ def build_view(
         staging_s=state.costs.staging_s(context.num_replicas),
         first_version=context.first_version,
     )
+    rates = recall_rates(each, recalls)
     return View(
         config=config,
         arms=arms,
@@ -58,7 +60,8 @@ def build_view(
                 trainer_price=config.trainer_price,
                 left_s=lambda wait: regime.horizon_s(now, config.horizon_s, wait),
                 returning_s=lambda bucket: regime.returning_s(bucket, now, config.horizon_s),
-                recall_rates=recall_rates(beliefs, recalls),
+                recall_rates=rates,
+                pools=pools,
                 known_length=lambda bucket: state.table.best_of(bucket, versions),
             )
             if job.bucket not in context.frozen
@@ -68,7 +71,9 @@ def build_view(
         horizon_s=horizon,
         since_job_s=now - state.last_job_started,
         is_job_running=context.job_running or state.job is not None,
-        versions={bucket: context.version_of(bucket) for bucket in beliefs},
+        versions={bucket: context.version_of(bucket) for bucket in each},
+        pools=pools,
+        recall_rates=rates,
         memory=state.memory,
         gains=state.gains,
         cost_margin=state.costs.margin(),

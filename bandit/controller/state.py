@@ -53,6 +53,8 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     expected_cost: JobCost
     started: float
     new: float = 1.0
+    others: list[str] = []
+    """Buckets whose text it learns, too, and that get its version."""
 
 
 class OpenEpoch(msgspec.Struct):

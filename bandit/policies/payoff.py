@@ -90,9 +90,12 @@ class PayoffPolicy:
 
     def _train(self, view: View, job: PricedJob, probabilities: dict[str, float]) -> Choice:
         belief = view.beliefs[job.bucket]
+        with_others = " and {num_others} like it" if job.others else ""
         return train(
             job,
-            "{arm} on {rows} rows of {bucket} should lift acceptance length {before:.2f} to {after:.2f} and save "
+            "{arm} on {rows} rows of {bucket}"
+            + with_others
+            + " should lift acceptance length {before:.2f} to {after:.2f} and save "
             "{saving:.1f} s at {load:.0f} tokens/s over {horizon:.0f} s for {cost:.1f} s (bank {balance:.1f} s).",
             probabilities=probabilities,
             rows=job.arm.num_rows,
@@ -102,6 +105,7 @@ class PayoffPolicy:
             horizon=view.horizon_s,
             balance=view.balance_s,
             **_about(job),
+            **({"num_others": len(job.others)} if job.others else {}),
         )
 
     def _recall(self, view: View) -> Choice | None:

@@ -55,6 +55,8 @@ class PricedJob(msgspec.Struct, frozen=True, kw_only=True):
     """What the bucket's best recall would save without this job, part of saving_s."""
     rate: float = 0.0
     """Device-seconds saved per second once the new version serves."""
+    others: list[str] = []
+    """Buckets that learn together with this one and get the version, too."""
 
     @property
     def net_s(self) -> float:
@@ -100,6 +102,7 @@ def price_jobs(
     returning_s: Callable[[str], float] | None = None,
     known_length: Callable[[str], float] | None = None,
     recall_rates: Mapping[str, float] | None = None,
+    pools: Mapping[str, list[str]] | None = None,
 ) -> list[PricedJob]:
     """Every arm and row count on every active bucket with enough fresh rows; the order is deterministic.
 
@@ -107,6 +110,7 @@ def price_jobs(
     of horizon_s. returning_s: bucket -> seconds, at today's load, that it is expected to be served in later regimes.
     known_length: bucket -> acceptance length of the best existing version, which would be recalled then.
     recall_rates: bucket -> device-seconds per second that its best recall saves, which a job must beat.
+    pools: bucket -> other buckets that its belief is about, too.
     """
     priced = []
     busy = sum(b.busy for b in beliefs.values() if b.is_active)
@@ -119,7 +123,8 @@ def price_jobs(
         returns = returning_s(name) if returning_s is not None else 0.0
         best_known = max(known_length(name), belief.length) if known_length is not None else belief.length
         known = belief.relative_gain(belief.length, best_known)
-        recall_rate = recall_rates.get(name, 0.0) if recall_rates is not None else 0.0
+        others = pools.get(name, []) if pools is not None else []
+        recall_rate = sum(recall_rates.get(b, 0.0) for b in (name, *others)) if recall_rates is not None else 0.0
         least = swap_gain(belief, hysteresis * costs.staging_s(num_replicas), horizon_s)
         for template in arms:
             if belief.learner_parameters not in ("", template.parameters):
@@ -156,6 +161,7 @@ def price_jobs(
                         known_gain=known,
                         recall_s=left * recall_rate,
                         rate=belief.busy * gain - recall_rate,
+                        others=others,
                     )
                 )
     return priced

@@ -28,7 +28,11 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     since_job_s: float
     is_job_running: bool
     versions: dict[str, str] = {}
-    """Bucket of a belief -> the version that it has."""
+    """Bucket with traffic -> the version that it has."""
+    pools: dict[str, list[str]] = {}
+    """Bucket of a belief -> other buckets that learn together with it, which the belief is about, too."""
+    recall_rates: dict[str, float] = {}
+    """Bucket -> device-seconds per second that its best recall saves."""
     memory: PolicyMemory = msgspec.field(default_factory=PolicyMemory)
     cost_margin: float = 1.0
     """Factor by which jobs may turn out dearer than priced; one that hits its limit for that is lost."""

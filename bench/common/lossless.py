@@ -57,7 +57,10 @@ class LosslessChecker:
 
     @functools.cached_property
     def _rounded(self) -> Any:
-        return self._load().to(torch.bfloat16)
+        model = self._load()
+        for parameter in model.parameters():  # not the angles of its positions, which stay exact wherever it is served
+            parameter.data = parameter.data.to(torch.bfloat16)
+        return model
 
     def logits(self, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> torch.Tensor:
         """(T, V) float32 logits behind which each of the T output tokens stands."""

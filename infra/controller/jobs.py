@@ -62,7 +62,8 @@ def read_lease(client: redis.Redis, keys: Keys) -> Lease | None:
 class WorkerLease:
     """The worker's end of the lease: picklable, connects on first use, renews in its own thread.
 
-    `should_stop` is true when the controller asked for a stop, another job took the lease, or the time limit is over.
+    `should_stop` is true when the controller asked for a stop, another job took the lease, or the time limit is over, which
+    counts from the first time that it is asked: behind imports and loading.
     """
 
     def __init__(
@@ -83,8 +84,7 @@ class WorkerLease:
         """Of heartbeat and finish: a beat that comes late must not renew what was given back."""
 
     def __enter__(self) -> WorkerLease:
-        """Begin to renew the lease; the time limit counts from here."""
-        self._deadline = time.monotonic() + self._limit_s
+        """Begin to renew the lease."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="train-lease", daemon=True)
         self._thread.start()
@@ -96,7 +96,9 @@ class WorkerLease:
         self._thread.join(5.0)
 
     def should_stop(self) -> bool:
-        return self._stop_asked or (self._deadline is not None and time.monotonic() > self._deadline)
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._limit_s
+        return self._stop_asked or time.monotonic() > self._deadline
 
     def heartbeat(self) -> None:
         """Renew once, unless the job is finished; errors are left to the next beat: Redis may be away for a while."""
@@ -241,6 +243,9 @@ class TrainCoordinator:
         lease = read_lease(self._client, self._keys)
         if lease is not None and lease.job_id != job.job_id:
             return None  # another job (of a controller before this one) is still running: wait for its lease to end
+        if lease is not None and lease.used_s is not None and lease.used_s != watch.used_s:
+            watch.began_at = watch.began_at or now
+            watch.used_s, watch.used_at = lease.used_s, now
         handle = watch.handle if watch.job_id == job.job_id else None
         if lease is None and handle is None and not self._client.exists(self._keys.train_attempt(job.job_id)):
             self._launch(job, now)
@@ -250,16 +255,16 @@ class TrainCoordinator:
         if handle is not None:
             returned = handle.result()
             if returned is not None:
-                return returned
+                is_lost = (
+                    returned.status == "failed" and returned.train_s == 0.0
+                )  # whoever tells of its end, not itself
+                return msgspec.structs.replace(returned, train_s=self._taken_s()) if is_lost else returned
             if handle.is_alive():
                 watch.alive_at = now
             elif lease is None or lease.token == watch.token:
                 return self._lost(job, lease, "the training process ended without a result")
         elif lease is not None:
             watch.alive_at = now
-        if lease is not None and lease.used_s is not None and lease.used_s != watch.used_s:
-            watch.began_at = watch.began_at or now
-            watch.used_s, watch.used_at = lease.used_s, now
         if now - watch.alive_at > 1.5 * self._config.lease_ttl_s:
             return self._lost(job, lease, "the training process is gone")
         return self._enforce_limit(job, lease, now)
@@ -316,8 +321,8 @@ class TrainCoordinator:
             worker_lease.finish(failed(job.job_id, f"the training process could not be started: {e}"), patience_s=0.0)
 
     def _enforce_limit(self, job: TrainJob, lease: Lease | None, now: float) -> TrainResult | None:
-        """The worker itself stops at the limit, where it gets to look at its clock: one that is starved of its core may not,
-        and slows serving down as long as it lives."""
+        """Stop, then kill a worker that is over its limit and has not stopped by itself: one that is starved of its core may
+        not get to look at its clock, and slows serving down as long as it lives."""
         watch = self._watch
         assert watch.launched_at is not None
         if watch.began_at is None:
@@ -346,10 +351,10 @@ class TrainCoordinator:
 
     def _taken_s(self) -> float:
         """Device-seconds that a worker without a result has taken: what it reported, and at most a beat since."""
-        watch = self._watch
-        since = watch.used_at if watch.used_at is not None else watch.launched_at
-        silent_s = 0.0 if since is None else max(0.0, self._clock.now() - since)
-        return (watch.used_s or 0.0) + min(silent_s, BEAT_SHARE * self._config.lease_ttl_s)
+        used_s, used_at = self._watch.used_s, self._watch.used_at
+        if used_s is None or used_at is None:
+            return 0.0
+        return used_s + min(max(self._clock.now() - used_at, 0.0), BEAT_SHARE * self._config.lease_ttl_s)
 
 
 def failed(job_id: str, reason: str, *, train_s: float = 0.0) -> TrainResult:
@@ -421,8 +426,19 @@ class Jobs:
                 self._lives.refuse(outcome.publish, "it is for another target", now, decision_id, bucket)
                 return
             self._lives.publish(outcome.publish, outcome.reason, now, decision_id, bucket, arm=arm)
+            if self._books.state.rollout.canary is None:  # else the others wait for the verdict
+                for other in self._together(outcome.decision):
+                    self._lives.publish(outcome.publish, outcome.reason, now, decision_id, other, arm=arm)
         elif version is not None and self._books.state.lifecycle.status(version) == DrafterStatus.SHADOWED:
             self._lives.move(version, DrafterStatus.RETIRED, outcome.reason, now)
+
+    def _together(self, decision: Decision) -> list[str]:
+        """Classes that learned together with the decision's and still have the version that the job began from."""
+        state, desired = self._books.state, self._books.desired
+        assert desired is not None, "a job has a version to begin from"
+        names = {*state.classes.published.names} - {*state.assigned}
+        base = decision.context.get("base_version")
+        return [b for b in decision.context.get("others", ()) if b in names and desired.version_of(b) == base]
 
     def stop(self, patience_s: float) -> None:
         """Ask the job in flight to stop, wait for its end for at most patience_s, then kill it."""
@@ -451,10 +467,11 @@ def order_job(
         arm: sized arm; twice its rows are handed over, since the learner may have read part of them.
         shards: ShardInfo of the target, oldest first.
     """
-    own = newest([s for s in shards if s.bucket == decision.bucket], 2 * arm.num_rows)
+    together = {decision.bucket, *decision.context.get("others", ())}
+    own = newest([s for s in shards if s.bucket in together], 2 * arm.num_rows)
     if not own:
         return None
-    others = sorted({s.bucket for s in shards} - {decision.bucket})
+    others = sorted({s.bucket for s in shards} - together)
     share = 2 * int(arm.num_rows * arm.rehearsal_share / max(1, len(others))) + 1
     rehearsal = [s for b in others for s in newest([x for x in shards if x.bucket == b], share)]
     base = desired.version_of(decision.bucket)

@@ -191,6 +191,7 @@ class Lives:
             return
         if whole in self._state.assigned:
             self._state.assigned = sorted({*self._state.assigned, bucket})
+        self.book_swap(now, is_superseded=True)
         versions = {**base.class_versions, bucket: base.class_versions[whole]}  # replicas have it: nothing is staged
         self._change(base, reason, now, has_canary=self._state.rollout.canary is not None, class_versions=versions)
         self._books.note(reason)
@@ -244,11 +245,11 @@ class Lives:
         self._books.note(f"{version} is not given to class {bucket}: {why}")
         if self._state.lifecycle.status(version) == _S.SHADOWED:
             self.move(version, _S.RETIRED, f"not given to class {bucket}: {why}", now)
-        self._tell_end(decision_id, "refused")
+        self._tell_end(decision_id, "refused", bucket)
 
-    def _tell_end(self, decision_id: int, outcome: str) -> None:
+    def _tell_end(self, decision_id: int, outcome: str, bucket: str = "") -> None:
         try:
-            self._policy.order_ended(decision_id, outcome)
+            self._policy.order_ended(decision_id, outcome, bucket)
         except Exception as e:
             self._books.errors.note("the policy could not take the end of an order", e)
 
@@ -364,7 +365,7 @@ class Lives:
         state, base = self._state, self._books.desired
         assert base is not None and guard.before is not None, "a guard's version serves a class"
         state.rollout.end(guard, verdict, self.config, now)
-        self._tell_end(guard.decision_id, verdict.outcome.value)
+        self._tell_end(guard.decision_id, verdict.outcome.value, guard.scope)
         text = f"guard of {guard.version} on {guard.scope} {_plain(verdict)}"
         self._books.log("note", {"text": text})
         if verdict.outcome == Outcome.PROMOTED:

@@ -138,6 +138,7 @@ class Orders:
             learned_rows=around.learned_rows,
             shadow=around.shadow,
             class_versions=desired.class_versions,
+            pools=state.classes.pools(),
             assigned=[*state.assigned, *self._lives.full_classes()],
         )
 

@@ -91,8 +91,8 @@ def summary_lines(result: dict) -> list[str]:
         f"net {ledger['net_s']:+.1f} s of device time{_priced(ledger, result['trainer_price'])}{''.join(cells)}",
         f"swaps: {swaps['count']}, pause p50 {_cell(swaps['pause_ms_p50'])} ms, p99 {_cell(swaps['pause_ms_p99'])} ms, "
         f"requests dropped {swaps['requests_dropped']}",
-        f"lossless: {lossless['checked']} greedy tokens checked in fp32, {lossless['near_ties']} near ties within the bf16 "
-        f"rounding bound, {lossless['mismatches']} mismatches",
+        f"lossless: {lossless['checked']} greedy tokens checked in fp32, {lossless['near_ties']} near ties within "
+        f"bf16's rounding, {lossless['mismatches']} mismatches",
         f"feedback: {feedback['produced']} rows produced, {feedback['delivered']} delivered, {feedback['dropped']} dropped",
         closing_sentence(result),
     ]
@@ -105,6 +105,9 @@ def closing_sentence(result: dict) -> str:
     if learned:
         spent_s, saved = ledger["spent_s"], f"{ledger['saved_s']:.1f} s{_within(result['saved_interval_s'])}"
         told.append(f"learning {', '.join(sorted(learned))} took {spent_s:.1f} s of device time and saved {saved}")
+    elif ended := [d.get("outcome") or "not ended" for d in result["decisions"] if d["action"] == "train"]:
+        spent_s, brought = ledger["spent_s"], "a version too late" if {"accepted", "kept"} & {*ended} else "no version"
+        told.append(f"{spent_s:.1f} s of device time brought {brought} (training jobs: {', '.join(ended)})")
     seen: set[str] = set()
     for phase in phases:
         bucket, own_s = phase["bucket"], phase["own_version_s"]

@@ -220,7 +220,8 @@ class TargetModel:
         """Use the compiled forward of the 8-bit form. Raises: ConfigError where there is none."""
         if choose_target_isa() is None:
             raise ConfigError(
-                "dtype must not be int8 without the compiled forward (python -m paceline.kernels.cpu.build builds it); "
+                "dtype must not be int8 without the compiled forward (python -m paceline.kernels.cpu.build builds it, "
+                "PACELINE_CPU_ISA may turn it off); "
                 "choose auto or bfloat16"
             )
         if not (self.kernels.is_reference and self.num_ranks == 1 and supports_native(self.model, is_int8=True)):

@@ -67,6 +67,7 @@ class ScriptedController:
         self.decisions: list[Decision] = []
         self.ledger: list[LedgerEntry] = []
         self.queue: list[Decision] = []
+        self.orders: dict[int, Decision] = {}
         self.outcomes: list[TrainResult] = []
         self.canaries: list[tuple[int, str]] = []
         self.contexts: list[HostContext] = []
@@ -103,7 +104,7 @@ class ScriptedController:
         for d in out:
             self.s.next_id = max(self.s.next_id, d.decision_id + 1)
             if d.action == "train":
-                self.s.jobs[d.decision_id] = "running"
+                self.s.jobs[d.decision_id], self.orders[d.decision_id] = "running", d
         self.decisions += out
         return out
 
@@ -114,7 +115,10 @@ class ScriptedController:
         self.outcomes.append(result)
         assert self.s.jobs[decision_id] == "running", "a job's result was folded twice"
         self.s.jobs[decision_id] = result.status
-        d = decision(decision_id, "train", arm=ARM.name, outcome=result.status, realised_cost_s=result.train_s)
+        d = self.orders.get(decision_id) or decision(
+            decision_id, "train", arm=ARM.name
+        )  # of a controller before this one
+        d = msgspec.structs.replace(d, outcome=result.status, realised_cost_s=result.train_s)
         self.decisions.append(d)
         self.book(
             LedgerEntry(entry_id=f"{decision_id}:training", ts=now, kind="training", bucket="math", version=result.version, seconds=result.train_s)
@@ -128,7 +132,7 @@ class ScriptedController:
             LedgerEntry(entry_id=f"{decision_id}:staging:{tag}", ts=now, kind="staging", bucket="math", version=None, seconds=seconds)
         )  # fmt: skip
 
-    def order_ended(self, decision_id: int, outcome: str) -> None:
+    def order_ended(self, decision_id: int, outcome: str, bucket: str = "") -> None:
         self.canaries.append((decision_id, outcome))
 
     def manual(self, action: str, version: str, now: float, reason: str, left: Iterable[str] = ()) -> Decision:

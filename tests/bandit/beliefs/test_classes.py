@@ -143,9 +143,13 @@ def test_a_class_that_falls_into_two_says_which_one_the_new_one_was_a_part_of():
     assert book.published.names == ["~class-1", "~class-2"]
     restored = msgspec.msgpack.decode(msgspec.msgpack.encode(book), type=ClassBook)
     assert restored.take_parted() == [("~class-2", "~class-1")] and restored.take_parted() == []
+    assert restored.pools() == {"~class-1": "~class-1", "~class-2": "~class-1"}
     far = centre + np.eye(DIMS)[8]
     learn(restored, prompts(far, 60, 3), at=200.0)
     assert len(restored.published.names) == 3 and restored.take_parted() == [], "it was a part of none"
+    assert sorted(restored.pools()) == ["~class-1", "~class-2"]
+    learn(restored, prompts(far, 60, 4), at=300.0, max_classes=2)
+    assert restored.published.names == ["~class-2", "~class-3"] and restored.pools() == {}, "one alone is no pool"
 
 
 def test_the_number_of_classes_and_of_stored_sums_is_bounded_whatever_comes():

@@ -6,9 +6,9 @@ import pytest
 
 from paceline.bandit.beliefs.belief import FAST, epoch_weight
 from paceline.bandit.controller.controller import Controller, HostContext
-from paceline.bandit.controller.epoch import bucket_beliefs
+from paceline.bandit.controller.epoch import bucket_beliefs, pooled_beliefs
 from paceline.config import PolicyConfig
-from paceline.contracts import CellSums, FeedbackSums, RequestSums, SizeSums
+from paceline.contracts import CellSums, FeedbackSums, RequestSums, ShadowScore, SizeSums, TrainResult
 from paceline.machine import ManualClock
 
 EPOCH_S = 10.0
@@ -147,18 +147,71 @@ def test_a_belief_is_about_the_version_that_its_bucket_has_and_one_that_an_opera
     assert list(beliefs) == ["a"] and not beliefs["a"].is_active, "nothing is known of v9 on b"
 
 
+def test_buckets_that_were_one_are_believed_to_be_one_while_they_have_one_version():
+    service = _Service()
+    for _ in range(3):
+        service.epoch(a=20, b=10, c=10)
+    state, rows = service.controller._state, {"a": 1000, "b": 3000, "c": 500}
+    context = msgspec.structs.replace(service.context, rows=rows, rows_written=rows, pools={"a": "a", "b": "a"})
+    each = bucket_beliefs(state, PolicyConfig(), context)
+    beliefs, others = pooled_beliefs(state, context, each)
+    assert others == {"b": ["a"]} and sorted(beliefs) == ["b", "c"] and beliefs["c"] == each["c"]
+    assert beliefs["b"].load == pytest.approx(each["a"].load + each["b"].load)
+    assert beliefs["b"].busy == pytest.approx(each["a"].busy + each["b"].busy)
+    assert (beliefs["b"].usable_rows, beliefs["b"].fresh_rows) == (4000, 4000)
+    assert beliefs["b"].length == pytest.approx(each["a"].length)
+    state.learners["a"] = ("v0", 100, "full")
+    assert pooled_beliefs(state, context, each)[1] == {"a": ["b"]}, "what the learner knows is kept"
+    for apart in ({"class_versions": {"a": "v1"}}, {"assigned": ["a"]}, {"frozen": ["b"]}, {"pools": {"a": "a"}}):
+        assert pooled_beliefs(state, msgspec.structs.replace(context, **apart), each) == (each, {})
+    better = {**each, "b": msgspec.structs.replace(each["b"], length=each["b"].length + 3 * each["a"].length_se)}
+    alike = {**each, "b": msgspec.structs.replace(each["b"], length=each["b"].length + each["a"].length_se)}
+    assert pooled_beliefs(state, context, better) == (better, {}), "another kind of text"
+    assert pooled_beliefs(state, context, alike)[1] == {"a": ["b"]}
+
+
+def test_a_job_of_buckets_that_were_one_is_priced_for_all_of_them_and_its_version_is_what_it_gave_all():
+    service = _Service()
+    service.controller._config = PolicyConfig(policy="always", epoch_s=EPOCH_S, min_rows=500)
+    service.controller.set_policy("always")
+    rows = {"a": 3000, "b": 3000}
+    service.context = msgspec.structs.replace(service.context, rows=rows, rows_written=rows, pools={"a": "a", "b": "a"})
+    for _ in range(3):
+        service.epoch(a=20, b=20)
+    state, (order,) = service.controller._state, [d for d in service.controller.drain()[0] if d.action == "train"]
+    assert sorted([order.bucket, *order.context["others"]]) == ["a", "b"] and order.context["arm"]["num_rows"] == 6000
+    assert state.rows_at_job == rows, "nobody's rows are fresh now"
+    score = ShadowScore(
+        version="v1", acceptance_length=2.4, num_requests=40, num_tokens=4000, gain_mean=0.4, gain_lower=0.3
+    )
+    first = msgspec.structs.replace(score, version="v0", acceptance_length=2.0, gain_mean=0.0, gain_lower=0.0)
+    result = TrainResult(
+        job_id="j", status="accepted", version="v1", reason="", train_s=5.0, shadow_s=1.0, candidate=score, incumbent=first, num_rows=6000
+    )  # fmt: skip
+    service.controller.job_finished(result, decision_id=order.decision_id, now=service.clock.now())
+    for bucket in ("a", "b"):
+        assert state.owner_of(bucket, "v1") == order.decision_id and state.table.estimate(bucket, "v1") is not None
+    other = order.context["others"][0]
+    service.controller.order_ended(order.decision_id, "refused", other)
+    assert state.owner_of(other, "v1") is None and state.owner_of(order.bucket, "v1") == order.decision_id
+    assert state.actions[order.decision_id].outcome == "accepted"
+    service.controller.order_ended(order.decision_id, "rolled_back", other)
+    assert state.owner_of(order.bucket, "v1") is None and state.actions[order.decision_id].outcome == "rolled_back"
+
+
 def test_a_bucket_that_was_a_part_of_another_begins_with_what_is_known_of_versions_there():
     service = _Service()
     for _ in range(3):
         service.epoch(whole=20)
     state = service.controller._state
     state.table.set_shadow("whole", "v1", 1.9, 30)
-    state.owners["whole"], state.learned["v1"] = {"v1": 4}, {"whole": 5000}
+    state.owners["whole"], state.learned["v1"] = {"v1": 4}, {"whole": 5000, "other": 70}
+    state.table.set_shadow("other", "v1", 1.1, 30)  # of a class that had this number before
     service.controller.part_bucket("part", "whole")
     service.controller.part_bucket("other", "never seen")
     assert state.table.estimate("part", "v1") == state.table.estimate("whole", "v1")
     assert state.owner_of("part", "v1") == 4 and state.learned["v1"]["part"] == 5000
-    assert "other" not in state.table.scores
+    assert "other" not in state.table.scores and "other" not in state.learned["v1"]
     service.epoch(whole=20, part=20)
     state.table.set_shadow("part", "v1", 1.2, 30)
     assert state.table.scores["whole"]["v1"].shadow == 1.9, "they go ways of their own from then on"

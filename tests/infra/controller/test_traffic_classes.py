@@ -17,7 +17,7 @@ from paceline.infra.state.desired import ensure_first_version, read_classes, rea
 from paceline.infra.state.redis_clients import patient_client
 from paceline.machine import ManualClock
 from tests.helpers.hosts import make_host, recent_log, settle, stored
-from tests.helpers.scripted import row
+from tests.helpers.scripted import MemoryStore, Shard, decision, row
 
 DIMS = 12
 
@@ -271,3 +271,28 @@ def test_the_policy_keeps_nothing_of_a_name_that_gave_way(shared_redis, client, 
     host.session.controller.drain()
     left = host.session.controller.state()
     assert b"leaving" not in left and b"staying" in left
+
+
+def test_classes_that_were_one_learn_from_the_text_of_both_and_both_get_the_version(
+    shared_redis, client, keys, tmp_path, wait_until
+):
+    ensure_first_version(client, keys, "v1", 30, 1.0)
+    clock = ManualClock(1000.0)
+    shards = [Shard("s1", "~class-1", 100), Shard("s2", "~class-2", 100), Shard("o1", "code")]
+    host = make_host(shared_redis.url, keys, tmp_path, clock=clock, store=MemoryStore(shards))
+    host.connect()
+    tell(client, keys, 1, vectors(0, 40))
+    settle(host)
+    clock.advance(5.0)
+    tell(client, keys, 2, vectors(0, 40, 1) + np.float32(0.17) * np.eye(DIMS, dtype="<f4")[5])
+    settle(host)
+    assert host.session.controller.contexts[-1].pools == {"~class-1": "~class-1", "~class-2": "~class-1"}
+    facts = {"others": ["~class-1", "~class-7"], "base_version": "v1"}
+    order = decision(1, "train", arm="full", bucket="~class-2", context=facts)
+    host.session.controller.queue.append(order)
+    wait_until(lambda: settle(host, 1) or host.session.state.pending is not None)
+    job = host.session.state.pending.job
+    assert (sorted(job.shard_ids), job.rehearsal_shard_ids) == (["s1", "s2"], ["o1"])
+    wait_until(lambda: settle(host, 1) or read_desired(client, keys).class_versions, timeout_s=60.0)
+    settle(host)
+    assert read_desired(client, keys).class_versions == {"~class-1": "v2", "~class-2": "v2"}, "there is no class 7"

@@ -135,6 +135,9 @@ def test_the_closing_sentence_tells_what_was_learned_what_came_back_and_what_was
     for phase in result["phases"]:
         phase["own_version_s"] = None
     assert "learning" not in demo_report.closing_sentence(result)
+    result["decisions"] = [{"t_s": 3.0, "action": "train", "bucket": "~class-2", "outcome": "failed", "reason": "x"}]
+    told = demo_report.closing_sentence(result)
+    assert told.startswith("net +1.0 s: 1.0 s of device time brought no version (training jobs: failed)")
 
 
 def test_html_report_is_self_contained_and_escapes_reasons(tmp_path):
