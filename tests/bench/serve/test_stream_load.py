@@ -57,7 +57,7 @@ def url() -> Iterator[str]:
 @pytest.mark.parametrize("route", [[], ["--chat"]])
 def test_a_sound_server_is_clean(url, tmp_path, route):
     path = tmp_path / "streams.json"
-    result = RUN.invoke(app, ["bench", "streams", "--url", f"{url}/v1", "--clients", "6", "--minutes", "0.02", "--max-tokens", "12", "--check", "--num-check", "4", "--api-token", TOKEN, "--json", str(path), *route])  # fmt: skip
+    result = RUN.invoke(app, ["bench", "streams", "--url", f"{url}/v1", "--clients", "6", "--minutes", "0.05", "--max-tokens", "12", "--check", "--num-check", "4", "--api-token", TOKEN, "--json", str(path), *route])  # fmt: skip
     assert result.exit_code == 0, result.output
     text = path.read_text()
     document = json.loads(text)
