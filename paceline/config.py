@@ -61,8 +61,8 @@ class TreeConfig:
     mix: A[
         str,
         Setting(
-            "none | lookup | suffix | suffix-recent: a drafter without weights whose candidates compete with the drafter's "
-            "own; not with --drafter none.",
+            "none | lookup | suffix | suffix-recent: a drafter without weights that drafts in the other one's place where a "
+            "text goes on as it did before; not with --drafter none.",
             panel="Drafting", choices=("none", *TEXT_DRAFTERS),
         ),
     ] = "none"  # fmt: skip

@@ -206,6 +206,8 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
         out: dict[str, Any] = {"engine": engine.stats(), "training": engine.output.is_training}
         out["logs"] = {"lines_dropped": num_dropped_lines()}
         roles = {"live": slots.live_version, "canary": slots.canary_version, "first": slots.first_version}
+        if engine.policy.text is not None:
+            roles["text"] = engine.policy.text.caps.name
         out["speculation"] = speculation_rows(engine.policy.budget.states(), roles, slots.served())
         if feedback is not None:
             out["feedback"] = feedback.counters()

@@ -335,7 +335,7 @@ def speculation_rows(
 
     Args:
         states: ((drafter version, bucket, is_greedy), trial | on | off | probe) of every statistic that it keeps.
-        roles: role -> drafter version; a version with several roles gets the first.
+        roles: role -> drafter version, or the text drafter's name; a version with several roles gets the first.
         class_versions: class -> its own version, whose role there is 'class'.
     """
     by_version: dict[str, str] = {}

@@ -18,7 +18,7 @@ struct Proposal {
   const float* logprobs;       // (F, S, K)
   const int64_t* widths;       // (F, S) or null
   const float* edge_logprobs;  // (F, E, K, K) or null
-  int64_t num_nodes, num_slots, num_candidates, num_edge_slots, restart;
+  int64_t num_nodes, num_slots, num_candidates, num_edge_slots;
   int64_t vocab_size;  // negative: any token
 };
 
@@ -158,22 +158,21 @@ void slot_scores(const Proposal& p, int64_t node, const float* kappa, float* sco
   }
 }
 
-// Candidates of slots [begin, end), each below the chain of first ones; what they hang below: `above`.
+// Candidates of all slots, each below the chain of first ones; what they hang below: `above`.
 void hang_chain(
-    const Proposal& p, int64_t node, int64_t begin, int64_t end, const float* scores, int32_t above, int64_t first_cell,
-    std::vector<Candidate>& out) {
+    const Proposal& p, int64_t node, const float* scores, int32_t above, int64_t first_cell, std::vector<Candidate>& out) {
   const int64_t num = p.num_candidates;
   const float base = out[above].score;
   const int32_t base_depth = out[above].depth;
   double chain = 0.0;
   int32_t parent = above;
-  for (int64_t slot = begin; slot < end; ++slot) {
+  for (int64_t slot = 0; slot < p.num_slots; ++slot) {
     const int32_t first = (int32_t)out.size();
     for (int64_t i = 0; i < num; ++i) {
       float score = scores[slot * num + i];
-      if (slot > begin) score = (float)((double)score + chain);
+      if (slot > 0) score = (float)((double)score + chain);
       out.push_back(
-          {score + base, parent, base_depth + (int32_t)(slot - begin) + 1,
+          {score + base, parent, base_depth + (int32_t)slot + 1,
            (int32_t)(first_cell + slot * RANK_CLASSES + std::min(i, RANK_CLASSES - 1)), (int32_t)node,
            p.token_ids[(node * p.num_slots + slot) * num + i]});
     }
@@ -219,12 +218,12 @@ struct Held {  // a node of a level that has children
 };
 
 void hang_table(Trees& t, const Proposal& p, int64_t node, const float* scores, std::vector<Candidate>& out) {
-  const int64_t num = p.num_candidates, end = p.restart ? p.restart : p.num_slots;
+  const int64_t num = p.num_candidates;
   const bool is_bundled = t.bundle_width > 0;
   const int64_t width = is_bundled ? std::min(t.bundle_width, num) : num;
   std::vector<Held> held{{0.0f, 0, 0}}, next;
   std::vector<float> level;
-  for (int64_t slot = 0; slot < end; ++slot) {
+  for (int64_t slot = 0; slot < p.num_slots; ++slot) {
     const bool has_edges = slot > 0 && p.edge_logprobs != nullptr;
     const float* own = scores + slot * num;
     level.resize(held.size() * width);
@@ -444,9 +443,8 @@ int64_t trees_begin(void* trees, const Proposal* proposal, const Growth* growth)
       if (p.edge_logprobs != nullptr) rank_edges(t, p, r, kappa);
       hang_table(t, p, r, t.scores.data(), own.candidates);
     } else {
-      hang_chain(p, r, 0, p.restart ? p.restart : p.num_slots, t.scores.data(), 0, 0, own.candidates);
+      hang_chain(p, r, t.scores.data(), 0, 0, own.candidates);
     }
-    if (p.restart) hang_chain(p, r, p.restart, p.num_slots, t.scores.data(), 0, 0, own.candidates);
   }
   return TAKEN;
 }
@@ -483,8 +481,7 @@ int64_t trees_extend(void* trees, const Proposal* proposal, const int64_t* numbe
     slot_scores(p, f, kappa_of(t, 1, leaf.request), t.scores.data());
     auto& candidates = t.requests[leaf.request].candidates;
     const int64_t late = p.num_slots * RANK_CLASSES;
-    hang_chain(p, f, 0, p.restart ? p.restart : p.num_slots, t.scores.data(), leaf.candidate, late, candidates);
-    if (p.restart) hang_chain(p, f, p.restart, p.num_slots, t.scores.data(), leaf.candidate, late, candidates);
+    hang_chain(p, f, t.scores.data(), leaf.candidate, late, candidates);
   }
   return TAKEN;
 }

@@ -21,8 +21,8 @@ import torch
 
 from paceline.kernels.cpu.library import choose_isa, load_library
 
-ProposalFields = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, int]
-"""Token ids and log-probabilities (F, S, K), widths (F, S) or None, edges (F, S - 1, K, K) or None, restart."""
+ProposalFields = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+"""Token ids and log-probabilities (F, S, K), widths (F, S) or None, edges (F, S - 1, K, K) or None."""
 _TAKEN, _EMPTY, _WRONG = range(3)
 
 
@@ -92,7 +92,7 @@ class TreeMaker:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library, self._trees = library, library.trees_new()
         weakref.finalize(self, library.trees_free, self._trees)
-        self._proposal, self._growth = _Record("10q"), _Record("5q")
+        self._proposal, self._growth = _Record("9q"), _Record("5q")
         self._fields, self._nodes, self._scores = _Room(torch.int64), _Room(torch.int64), _Room(torch.float64)
         self._num_requests = self._num_drafted = 0
 
@@ -113,7 +113,6 @@ class TreeMaker:
         logprobs: torch.Tensor,
         widths: torch.Tensor | None,
         edge_logprobs: torch.Tensor | None,
-        restart: int,
         vocab_size: int | None,
     ) -> tuple[torch.Tensor | None, ...]:
         """Fill the proposal's record; returns what must live until it was read."""
@@ -126,16 +125,14 @@ class TreeMaker:
                 raise ValueError(f"widths must be (F, S) = {(num_nodes, num_slots)}, got {tuple(widths.shape)}")
         if edge_logprobs is not None:
             edge_logprobs = _plain(edge_logprobs, torch.float32)
-            num_edge_slots = (restart or num_slots) - 1
+            num_edge_slots = num_slots - 1
             form = (num_nodes, num_edge_slots, num_candidates, num_candidates)
             if edge_logprobs.shape != form:
                 raise ValueError(f"edge_logprobs must be {form}, got {tuple(edge_logprobs.shape)}")
-        if not 0 <= restart < num_slots:
-            raise ValueError(f"restart must be a slot, got {restart} of {num_slots}")
         self._proposal.fill(
             ids.data_ptr(), values.data_ptr(), 0 if widths is None else widths.data_ptr(),
             0 if edge_logprobs is None else edge_logprobs.data_ptr(), num_nodes, num_slots, num_candidates,
-            num_edge_slots, restart, -1 if vocab_size is None else vocab_size,
+            num_edge_slots, -1 if vocab_size is None else vocab_size,
         )  # fmt: skip
         return ids, values, widths, edge_logprobs
 

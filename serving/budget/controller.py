@@ -44,6 +44,14 @@ class BudgetController:
             self._switch.forget(version)
         self._rule.forget(version)
 
+    def turns(
+        self, keys: Sequence[DraftKey | None], text_keys: Sequence[DraftKey | None], context_rows: int
+    ) -> list[DraftKey | None]:
+        """(B,) key under which each request of the round may draft: the text's where it has one and does not lose by it."""
+        if self._switch is not None:
+            return self._switch.turns(keys, text_keys, context_rows)
+        return [key if own is None else own for key, own in zip(keys, text_keys, strict=True)]
+
     def wants_draft(
         self,
         keys: Sequence[DraftKey | None],

@@ -119,7 +119,7 @@ class RoundCosts:
         old = self._aux_s.get(num_drafting > 0)
         # one hiccup must not look like a regime
         self._aux_s[num_drafting > 0] = aux if not old else old + _RATE * (min(aux, 4 * old) - old)
-        if num_drafting > 0 and seen.num_new_rows <= 12 * num_drafting:
+        if num_drafting > 0 and not seen.has_text_turns and seen.num_new_rows <= 12 * num_drafting:
             self.draft.observe(num_drafting, seen.draft_s / speed)
         if seen.num_catch_up_rows > 0:
             row_s = seen.catch_up_s / seen.num_catch_up_rows / speed

@@ -39,3 +39,5 @@ class RoundObservation:
     frontier_mass: Sequence[float] = field(default_factory=list)
     """(B,) mass re-entered; empty when no block was re-entered."""
     num_accepted_tokens_reentered: Sequence[int] = field(default_factory=list)
+    has_text_turns: bool = False
+    """Whether a text drafter drafted for some request in place of its own drafter: draft_s tells nothing of that one."""

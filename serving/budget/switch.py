@@ -246,6 +246,45 @@ class Switch:
         for place in [k for k in self._foretold if k[0] == version]:
             del self._foretold[place]
 
+    def turns(
+        self, keys: Sequence[DraftKey | None], text_keys: Sequence[DraftKey | None], context_rows: int
+    ) -> list[DraftKey | None]:
+        """(B,) key under which each request of the round may draft: the text's until such rounds have made fewer tokens per
+        second than the drafter's rounds do, then the drafter's, from probe to probe. Call once a round: waits count down.
+
+        text_keys: of those whose text goes on as it did before; None = it does not.
+        """
+        found, num_requests = list(keys), len(keys)
+        rows: dict[DraftKey, list[int]] = {}
+        for i, key in enumerate(text_keys):
+            if key is not None:
+                rows.setdefault(key, []).append(i)
+        waited: set[int] = set()
+        for key, own in rows.items():
+            record = self.record(key, num_requests)
+            if record.num_times < 1:
+                record.time = self._forecast(record.nodes, context_rows, num_requests)
+            if record.state == "off" and id(record) not in waited:
+                waited.add(id(record))
+                record.wait -= max(1.0, len(own) / WAIT_REQUESTS)
+                if record.wait <= 0:
+                    record.begin_probe()
+            elif record.left == 0:
+                rival = max(self._rate(drafter, num_requests) for drafter in {keys[i] for i in own})
+                if record.tokens < rival * (record.time or 1.0):
+                    self._stop(record, num_requests, rival)
+            if record.state != "off":
+                for i in own:
+                    drafter = keys[i]
+                    if drafter is None or not self.is_probing(drafter, num_requests):  # its rate is asked for first
+                        found[i] = key
+        return found
+
+    def _rate(self, key: DraftKey | None, num_requests: int) -> float:
+        """Tokens of a class in the time of a plain round: drafted where that is more than one."""
+        record = None if key is None else self.record(key, num_requests)
+        return 1.0 if record is None or record.state == "off" else max(record.tokens / (record.time or 1.0), 1.0)
+
     def wants(
         self,
         keys: Sequence[DraftKey | None],
@@ -371,13 +410,15 @@ class Switch:
         padded_s = padding.seconds(num_requests, widest, num_requests + num_drafting * (widest - 1))
         return padded_s / self._costs.round_s(num_requests, 0, context_rows, num_requests)
 
-    def _stop(self, record: Record, num_requests: int) -> None:
-        """Turn off; the next probe comes the later, the more this one cost."""
+    def _stop(self, record: Record, num_requests: int, rival: float = 1.0) -> None:
+        """Turn off; the next probe comes the later, the more this one cost. rival: tokens in the time of a plain round that
+        the class makes from now on."""
+        share = min(PROBE_REQUESTS / num_requests, 1.0)
         if record.probe is not None:
             cost = record.probe.cost * PROBE_ROUNDS / record.probe.num_rounds
         else:
-            share = min(PROBE_REQUESTS / num_requests, 1.0)
             cost = PROBE_ROUNDS * share * max((record.time or 1.0) - record.tokens, 0.0)
+        cost += PROBE_ROUNDS * share * (rival - 1.0)
         record.wait = _wait(cost, record.num_lost)
         record.num_lost += 1
         record.state, record.probe, record.is_idle = "off", None, True

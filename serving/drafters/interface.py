@@ -74,11 +74,8 @@ class Proposal:
     logprobs: torch.Tensor  # (F, S, K) float32, <= 0, calibrated; -inf marks an absent candidate
     widths: torch.Tensor | None  # (F, S) int64, candidates to keep per slot (rank head); None = K
     hidden: torch.Tensor | None = None  # (F, S, Dd), for re-entry only
-    restart: int = 0
-    """Slot at which a second chain begins below the same node (mixed drafts); 0 = there is only one. Its slots are BLOCK
-    slots also where the first ones are a product table."""
     edge_logprobs: torch.Tensor | None = None
-    """(F, S - 1, K, K) float32, product tables only (S up to `restart` where that is set): [f, s, i, j] replaces logprobs[f, s + 1, j] below candidate i of
+    """(F, S - 1, K, K) float32, product tables only: [f, s, i, j] replaces logprobs[f, s + 1, j] below candidate i of
     slot s, in any order of j. Ranks (calibration, widths) are then those among the candidates of one parent."""
 
     def check_form(self) -> None:
@@ -98,7 +95,7 @@ class Frontier:
 
     request: torch.Tensor  # (F,) int64, index into the B requests of the inputs
     slot: torch.Tensor
-    """(F,) int64, slot of the proposal that the leaf sits in; from `restart` on those of its second chain"""
+    """(F,) int64, slot of the proposal that the leaf sits in"""
     token_ids: torch.Tensor  # (F,) int64, the leaf's token
     node: torch.Tensor | None = None  # (F,) int64, row of the proposal; None = `request`, as in the first block
 

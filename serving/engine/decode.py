@@ -112,6 +112,8 @@ class RoundRows:
             self._kv.features.index_copy_(0, dst, features.index_select(0, src))  # type: ignore[union-attr, arg-type]
 
 
+TEXT_TURNS = "text"
+"""In place of a slot's name: requests that the text drafter at the drafters' side drafts for in this round."""
 MAX_BACKLOG_ROWS = 32
 """More new rows than this in one request are ingested before the drafting pass."""
 
@@ -122,6 +124,7 @@ def draft_inputs(
     temperatures: torch.Tensor,
     features: torch.Tensor | None,
     stops: list[int] | None = None,
+    starts: list[int] | None = None,
 ) -> DraftInputs:
     """Collect what the drafter has not seen: rows drafted_len..context_len-1 of each request, each with the next token.
 
@@ -130,18 +133,20 @@ def draft_inputs(
         temperatures: (B,) float32.
         features: (R, m * Dm) tapped hidden states by pool row; None when the drafter wants none.
         stops: end of the new rows per request, for ingesting only a part; context_len when None.
+        starts: their beginning; drafted_len when None.
     Mutates: nothing; call `mark_ingested` when the drafter took the rows.
     """
     device = slot_table.device
     ends = [r.context_len for r in requests]
     stops = ends if stops is None else stops
+    starts = [r.drafted_len for r in requests] if starts is None else starts
     offsets = [0]
     positions: list[int] = []
     token_ids: list[int] = []
     owners: list[int] = []
-    for r, stop in zip(requests, stops, strict=True):
-        positions += range(r.drafted_len, stop)
-        token_ids += r.tokens[r.drafted_len + 1 : stop + 1]
+    for r, start, stop in zip(requests, starts, stops, strict=True):
+        positions += range(start, stop)
+        token_ids += r.tokens[start + 1 : stop + 1]
         offsets.append(len(positions))
     if len(requests) > 1:
         owners = [i for i, count in enumerate(itertools.pairwise(offsets)) for _ in range(count[1] - count[0])]
@@ -150,7 +155,7 @@ def draft_inputs(
         (positions, token_ids, ends, anchors, offsets, owners), device
     )
     if len(requests) == 1:
-        new_slots = slot_table[0, requests[0].drafted_len : requests[0].drafted_len + len(positions)]
+        new_slots = slot_table[0, starts[0] : starts[0] + len(positions)]
     else:
         new_slots = slot_table[new_owners, new_positions]
     return DraftInputs(
@@ -328,7 +333,7 @@ class DecodeRunner:
     ) -> RoundResult | None:
         requests, groups = batch.requests, []
         for slot, rows in by_slot.items():
-            drafter = self._slots.drafter(slot)
+            drafter = None if slot == TEXT_TURNS else self._slots.drafter(slot)
             if drafter is None or not self._has_caught_up(batch, slot, rows):
                 return None
             groups.append((drafter, rows))
@@ -446,7 +451,7 @@ class DecodeRunner:
         return drafter is not None and drafter.caps.num_slots > 0
 
     def _wanted(self, batch: _Batch) -> tuple[list[DraftKey | None], dict[str, list[int]]]:
-        """The round's keys, and the requests that the policy wants drafted, by slot."""
+        """The round's keys, and the requests that the policy wants drafted, by slot or TEXT_TURNS."""
         requests = batch.requests
         self._catch_up_s, self._num_catch_up_rows = 0.0, 0
         if not batch.has_drafters:
@@ -454,15 +459,41 @@ class DecodeRunner:
         context_rows = sum(r.context_len for r in requests)
         # With one token left there is nothing to gain from a draft.
         keys = [k if r.token_limit - len(r.tokens) > 1 else None for k, r in zip(batch.keys, requests, strict=True)]
-        backlogs = [r.context_len - r.drafted_len for r in requests]
+        text_keys = self._text_keys(batch, keys)
+        keys = self._policy.turns(keys, text_keys, context_rows)
+        has_turn = [own is not None and key == own for key, own in zip(keys, text_keys, strict=True)]
+        backlogs = [
+            0 if is_text else r.context_len - r.drafted_len for r, is_text in zip(requests, has_turn, strict=True)
+        ]
         # An answer lasts about as long again as it has lasted, at least some sentences, and never beyond its limit.
         horizons = [min(r.token_limit - len(r.tokens), max(64, r.num_output)) for r in requests]
         wants = self._policy.wants_draft(keys, context_rows, backlogs, horizons)
         by_slot: dict[str, list[int]] = {}
         for i, is_wanted in enumerate(wants):
-            if is_wanted and self._may_draft(requests[i], batch.slots[i]):  # type: ignore[arg-type]
+            if is_wanted and has_turn[i]:
+                by_slot.setdefault(TEXT_TURNS, []).append(i)
+            elif is_wanted and self._may_draft(requests[i], batch.slots[i]):  # type: ignore[arg-type]
                 by_slot.setdefault(batch.slots[i], []).append(i)  # type: ignore[arg-type]
         return keys, by_slot
+
+    def _text_keys(self, batch: _Batch, keys: list[DraftKey | None]) -> list[DraftKey | None]:
+        """(B,) the text drafter's key where it expects something, None where not. Takes in what is new in the texts."""
+        found: list[DraftKey | None] = [None] * len(keys)
+        text = self._policy.text
+        if text is None:
+            return found
+        try:
+            for i, (r, key) in enumerate(zip(batch.requests, keys, strict=True)):
+                if key is not None and text.expects(r.request_id, r.tokens, r.request.tenant):
+                    found[i] = (text.caps.name, r.bucket, r.is_greedy)
+        except Exception as e:  # a broken drafter costs speed, never a request
+            self._drop_text(f"expects raised {type(e).__name__}: {e}")
+            return [None] * len(keys)
+        return found
+
+    def _drop_text(self, reason: str) -> None:
+        self._policy.drop_text(reason)
+        self._slots.num_failures += 1
 
     def _draft(
         self,
@@ -476,7 +507,10 @@ class DecodeRunner:
         """Draft for the wanted requests, after the backlogs that no typical round has. anchors: (B,) newest tokens."""
         groups, group_slots = [], []
         for slot, rows in by_slot.items():
-            group = self._group(batch, slot, rows, table) if self._slots.drafter(slot) is not None else None
+            if slot == TEXT_TURNS:
+                group: DraftGroup | None = self._text_group(batch, rows, table)
+            else:
+                group = self._group(batch, slot, rows, table) if self._slots.drafter(slot) is not None else None
             if group is not None:
                 groups.append(group)
                 group_slots.append(slot)
@@ -488,7 +522,10 @@ class DecodeRunner:
         """Mark what drafters have taken in, and those that failed; rows: of each group."""
         for i, (slot, own) in enumerate(zip(slots, rows, strict=True)):
             reason = draft.failures.get(i)
-            if reason is not None:
+            if slot == TEXT_TURNS:
+                if reason is not None:
+                    self._drop_text(reason)
+            elif reason is not None:
                 self._slots.mark_failed(slot, reason)
             elif draft.is_drafted[own[0]]:
                 mark_ingested([batch.requests[row] for row in own])
@@ -498,7 +535,7 @@ class DecodeRunner:
         drafter = self._slots.drafter(slot)
         if drafter is None:  # it has failed for another request of this round
             return False
-        if not isinstance(drafter, TextDrafter) or self._policy.mixed(drafter) is not drafter:
+        if not isinstance(drafter, TextDrafter):
             return True
         if request.context_len - request.drafted_len > MAX_BACKLOG_ROWS:
             return True  # takes it in first
@@ -515,23 +552,34 @@ class DecodeRunner:
         """Inputs of one drafting pass; None when the drafter fails while it catches up."""
         drafter = self._slots.drafter(slot)
         assert drafter is not None
-        drafter = self._policy.mixed(drafter)
         requests = [batch.requests[i] for i in rows]
-        temperatures = self._sampling(batch).temperatures
         if not self._has_caught_up(batch, slot, rows):
             return None
-        if len(rows) < len(batch.requests):
-            index = upload(rows, table.device)
-            table, temperatures = table[index], temperatures[index]
         features = self._kv.features if drafter.caps.needs_features else None
-        inputs = draft_inputs(requests, table, temperatures, features)
+        inputs = draft_inputs(requests, *self._of(batch, rows, table), features)
         return DraftGroup(drafter=drafter, inputs=inputs, rows=rows)
+
+    def _text_group(self, batch: _Batch, rows: list[int], table: torch.Tensor) -> DraftGroup:
+        """Inputs of the text drafter, which has taken in the texts and reads no rows."""
+        assert self._policy.text is not None
+        requests = [batch.requests[i] for i in rows]
+        starts = [r.context_len for r in requests]
+        inputs = draft_inputs(requests, *self._of(batch, rows, table), None, starts=starts)
+        return DraftGroup(drafter=self._policy.text, inputs=inputs, rows=rows)
+
+    def _of(self, batch: _Batch, rows: list[int], table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row tables (G, L) and temperatures (G,) of these requests of the round."""
+        temperatures = self._sampling(batch).temperatures
+        if len(rows) == len(batch.requests):
+            return table, temperatures
+        index = upload(rows, table.device)
+        return table[index], temperatures[index]
 
     def _has_caught_up(self, batch: _Batch, slot: str, rows: list[int]) -> bool:
         """Bring a slot's drafter to a usual round's backlog; False when it fails on the way."""
         drafter = self._slots.drafter(slot)
         assert drafter is not None
-        drafter, requests = self._policy.mixed(drafter), [batch.requests[i] for i in rows]
+        requests = [batch.requests[i] for i in rows]
         features = self._kv.features if drafter.caps.needs_features else None
         if drafter.caps.needs_features and features is None:
             self._slots.mark_failed(slot, "it needs tapped hidden states, which this engine does not keep")

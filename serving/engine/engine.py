@@ -374,11 +374,8 @@ class Engine:
         probe.calibrate_verify(self.policy, self.config.max_running)
         if drafter is not None:
             try:
-                mixed, graphs = (
-                    self.policy.mixed(drafter),
-                    None if self.graphs is None else self.graphs.drafting(drafter),
-                )
-                probe.calibrate_draft(self.policy, mixed, self.config.max_running, graphs)
+                graphs = None if self.graphs is None else self.graphs.drafting(drafter)
+                probe.calibrate_draft(self.policy, drafter, self.config.max_running, graphs)
             except Exception as e:  # a broken drafter costs speed, never the engine
                 self.slots.mark_failed(slot, f"calibration raised {type(e).__name__}: {e}")
 

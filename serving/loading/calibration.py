@@ -63,10 +63,9 @@ class EngineProbe:
             return []
         jobs = [_job("acceptance", lambda: self.accept(policy.config.max_draft_tokens + 1))]
         if policy.device_trees is not None and drafter is not None and drafter.caps.num_slots > 0:
-            mixed = policy.mixed(drafter)
-            jobs.append(_job("trees", lambda: self.build(policy, mixed, is_expanded=False)))
-            if mixed.caps.is_reentrant and policy.config.max_frontier > 0:
-                jobs.append(_job("re-entered trees", lambda: self.build(policy, mixed, is_expanded=True)))
+            jobs.append(_job("trees", lambda: self.build(policy, drafter, is_expanded=False)))
+            if drafter.caps.is_reentrant and policy.config.max_frontier > 0:
+                jobs.append(_job("re-entered trees", lambda: self.build(policy, drafter, is_expanded=True)))
         return jobs
 
     def accept(self, max_width: int) -> None:

@@ -39,7 +39,6 @@ class HostProposal:
     token_ids: np.ndarray  # (F, S, K)
     logprobs: np.ndarray  # (F, S, K)
     widths: np.ndarray | None  # (F, S)
-    restart: int
     edge_logprobs: np.ndarray | None  # (F, S - 1, K, K)
     is_empty: bool = False
     """All candidates are absent."""
@@ -55,7 +54,6 @@ class HostProposal:
             _read(proposal.token_ids),
             _read(proposal.logprobs),
             None if widths is None else _read(widths),
-            proposal.restart,
             None if edges is None else _read(edges),
         )
         ids, logprobs = out.token_ids, out.logprobs
@@ -93,22 +91,21 @@ class _Layout:
     """What all BLOCK proposals of a shape share: candidate node * S * K + slot * K + rank. Read only."""
 
     columns: np.ndarray  # (5, F * S * K) int64: owner = node, tokens 0, parents from 0 = the block's first candidate
-    is_entry: np.ndarray  # (F * S * K,) bool, first slots of a chain: the parent is what the block hangs below
+    is_entry: np.ndarray  # (F * S * K,) bool, first slots: the parent is what the block hangs below
     late_cells: np.ndarray  # (F * S * K,) int64, cells of a block behind the first
     classes: np.ndarray  # (K,) int64, rank class
     ranks: np.ndarray  # (K,) int64
 
 
 @lru_cache(maxsize=64)
-def _make_layout(num_nodes: int, num_slots: int, num_candidates: int, restart: int) -> _Layout:
+def _make_layout(num_nodes: int, num_slots: int, num_candidates: int) -> _Layout:
     node, slot, rank = (a.ravel() for a in np.indices((num_nodes, num_slots, num_candidates)))
     ranks = np.arange(num_candidates)
     above = node * (num_slots * num_candidates) + (slot - 1) * num_candidates  # the chain of first candidates
     cells = slot * NUM_RANK_CLASSES + np.minimum(rank, NUM_RANK_CLASSES - 1)
-    depths = np.where(slot < restart, slot, slot - restart) + 1
     out = _Layout(
-        columns=np.stack((node, np.zeros_like(node), above, depths, cells)),
-        is_entry=(slot == 0) | (slot == restart),
+        columns=np.stack((node, np.zeros_like(node), above, slot + 1, cells)),
+        is_entry=slot == 0,
         late_cells=cells + num_slots * NUM_RANK_CLASSES,
         classes=np.minimum(ranks, NUM_RANK_CLASSES - 1),
         ranks=ranks,
@@ -118,15 +115,15 @@ def _make_layout(num_nodes: int, num_slots: int, num_candidates: int, restart: i
     return out
 
 
-def _layout(num_nodes: int, num_slots: int, num_candidates: int, restart: int) -> _Layout:
+def _layout(num_nodes: int, num_slots: int, num_candidates: int) -> _Layout:
     """Of the next power of two of nodes or more: callers cut off what they need."""
-    return _make_layout(1 << (num_nodes - 1).bit_length(), num_slots, num_candidates, restart)
+    return _make_layout(1 << (num_nodes - 1).bit_length(), num_slots, num_candidates)
 
 
 @lru_cache(maxsize=256)
-def _first_columns(num_requests: int, num_slots: int, num_candidates: int, restart: int) -> np.ndarray:
+def _first_columns(num_requests: int, num_slots: int, num_candidates: int) -> np.ndarray:
     """(5, G + G * S * K) int64, of the roots and a first BLOCK proposal; tokens are the proposal's. Read only."""
-    layout = _layout(num_requests, num_slots, num_candidates, restart)
+    layout = _layout(num_requests, num_slots, num_candidates)
     block = layout.columns[:, : num_requests * num_slots * num_candidates].copy()
     is_entry = layout.is_entry[: block.shape[1]]
     block[PARENT] = np.where(is_entry, block[OWNER], block[PARENT] + num_requests)
@@ -147,7 +144,7 @@ def root_columns(num_requests: int) -> np.ndarray:
 def slot_scores(proposal: HostProposal, kappa: np.ndarray | None) -> np.ndarray:
     """Conditional log-probabilities (F, S, K) float32, calibrated, -inf beyond the widths. kappa: (F or 1, S, R)."""
     num_slots, num_candidates = proposal.logprobs.shape[1:]
-    layout = _layout(1, num_slots, num_candidates, 0)
+    layout = _layout(1, num_slots, num_candidates)
     if kappa is None:
         scores = proposal.logprobs.astype(np.float32)
     else:
@@ -158,11 +155,10 @@ def slot_scores(proposal: HostProposal, kappa: np.ndarray | None) -> np.ndarray:
     return scores
 
 
-def _hang_on_chains(scores: np.ndarray, restart: int) -> np.ndarray:
+def _hang_on_chain(scores: np.ndarray) -> np.ndarray:
     """Slot scores become path scores, in place: candidates of a slot hang below the chain of first candidates."""
     if scores.shape[1] > 1:
-        for chain in (scores[:, :restart], scores[:, restart:]) if restart else (scores,):
-            chain[:, 1:] += chain[:, :-1, 0].cumsum(1, dtype=np.float64)[:, :, None]
+        scores[:, 1:] += scores[:, :-1, 0].cumsum(1, dtype=np.float64)[:, :, None]
     return scores
 
 
@@ -196,10 +192,10 @@ class Candidates:
         """Of the first block of a BLOCK proposal. kappa: (G or 1, S, R) float32, added to the conditional
         log-probabilities (tree_speculation.md 4.3)."""
         num_requests, num_slots, num_candidates = proposal.logprobs.shape
-        columns = _first_columns(num_requests, num_slots, num_candidates, proposal.restart).copy()
+        columns = _first_columns(num_requests, num_slots, num_candidates).copy()
         columns[TOKEN, num_requests:] = proposal.token_ids.ravel()
         scores = np.zeros(columns.shape[1], dtype=np.float32)
-        scores[num_requests:] = _hang_on_chains(slot_scores(proposal, kappa), proposal.restart).ravel()
+        scores[num_requests:] = _hang_on_chain(slot_scores(proposal, kappa)).ravel()
         return Candidates(num_requests, columns, scores, num_requests, (num_slots, num_candidates))
 
     def leaves(self, max_frontier: int, limit: int | None = None) -> np.ndarray:
@@ -243,8 +239,8 @@ class Candidates:
         """With the next block's BLOCK proposal (F leaves) added below its leaves. kappa: (F or 1, S, R) float32."""
         num_leaves, num_slots, num_candidates = proposal.logprobs.shape
         old, size = len(self.scores), proposal.logprobs.size
-        layout = _layout(num_leaves, num_slots, num_candidates, proposal.restart)
-        scores = _hang_on_chains(slot_scores(proposal, kappa), proposal.restart)
+        layout = _layout(num_leaves, num_slots, num_candidates)
+        scores = _hang_on_chain(slot_scores(proposal, kappa))
         scores += self.scores[leaves, None, None]
         at = leaves.repeat(num_slots * num_candidates)
         new = self.columns.take(at, 1)
@@ -391,7 +387,7 @@ def _join(
 def table_candidates(
     proposal: HostProposal, max_nodes: int, kappa: np.ndarray | None = None, bundle_width: int | None = None
 ) -> Candidates:
-    """Candidates of a product proposal, and of the second chain in it (`restart`), which is a BLOCK chain.
+    """Candidates of a product proposal.
 
     Args:
         max_nodes: of the largest tree wanted.
@@ -401,7 +397,7 @@ def table_candidates(
     """
     logprobs = slot_scores(proposal, kappa)
     num_requests, num_slots, num_candidates = logprobs.shape
-    end, base = proposal.restart or num_slots, num_requests
+    base = num_requests
     edges = _ranked_edges(proposal, kappa)
     width = num_candidates if bundle_width is None else min(bundle_width, num_candidates)
     request = np.arange(num_requests)[:, None]
@@ -409,7 +405,7 @@ def table_candidates(
     above = request  # (G, P) index of each parent
     held = 0 * request  # (G, P) its column in its slot
     levels: list[tuple[np.ndarray, ...]] = []  # columns, ranks below the parent, parents, scores: (G, P or P * W) each
-    for slot in range(end):
+    for slot in range(num_slots):
         if slot == 0 or edges is None:
             scores = front[:, :, None] + logprobs[:, slot, None, :width]
         else:
@@ -425,7 +421,7 @@ def table_candidates(
         held = column if bundle_width is None else column[request, best]
         base += kept.size
     sizes = [level[0].shape[1] for level in levels]
-    slots = np.arange(end).repeat(sizes)
+    slots = np.arange(num_slots).repeat(sizes)
     column, rank, parents, scores = (np.concatenate([level[i] for level in levels], 1) for i in range(4))
     token_ids = proposal.token_ids[request, slots, column]
     cells = slots * NUM_RANK_CLASSES + np.minimum(rank, NUM_RANK_CLASSES - 1)
@@ -433,8 +429,6 @@ def table_candidates(
     order = _level_order(num_requests, tuple(sizes))
     columns = np.concatenate((root_columns(num_requests), block.reshape(5, -1).take(order, 1)), 1)
     every = np.concatenate((np.zeros(num_requests, dtype=np.float32), scores.ravel().take(order)))
-    if proposal.restart:
-        columns, every = _with_chain(columns, every, proposal, logprobs)
     return Candidates(num_requests, columns, every, num_requests, (num_slots, num_candidates))
 
 
@@ -450,7 +444,7 @@ def _level_order(num_requests: int, sizes: tuple[int, ...]) -> np.ndarray:
 
 def _ranked_edges(proposal: HostProposal, kappa: np.ndarray | None) -> tuple[np.ndarray, np.ndarray] | None:
     """Scores of the candidates of slots 1.. below each candidate of the slot before, best first, and their columns, both
-    (G, S - 1, K, K); None when the proposal has no such scores. In a mixed draft S counts the table's own slots."""
+    (G, S - 1, K, K); None when the proposal has no such scores."""
     if proposal.edge_logprobs is None:
         return None
     columns = (-proposal.edge_logprobs).argsort(axis=-1, kind="stable")
@@ -463,15 +457,3 @@ def _ranked_edges(proposal: HostProposal, kappa: np.ndarray | None) -> tuple[np.
         is_beyond = rank >= proposal.widths[:, behind, None, None]
         scores = np.where(is_beyond, ABSENT, scores)
     return scores, columns
-
-
-def _with_chain(
-    columns: np.ndarray, scores: np.ndarray, proposal: HostProposal, logprobs: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """With the candidates of the second chain in the proposal. logprobs: (G, S, K), calibrated."""
-    at, num_requests, base = proposal.restart, len(logprobs), len(scores)
-    chain = Candidates.of(HostProposal(proposal.token_ids[:, at:], logprobs[:, at:], None, 0, None))
-    new = chain.columns[:, num_requests:]
-    new[PARENT] += np.where(new[PARENT] < num_requests, 0, base - num_requests)
-    new[CELL] += at * NUM_RANK_CLASSES
-    return np.concatenate((columns, new), 1), np.concatenate((scores, chain.scores[num_requests:]))

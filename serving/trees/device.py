@@ -67,19 +67,8 @@ class DeviceCandidates:
         """Candidates of the first block. max_nodes: of the largest tree wanted. kappa: (G, S, R) float32."""
         logprobs = _slot_logprobs(proposal, kappa)
         if not is_product:
-            return _chains(proposal.token_ids, logprobs, proposal.restart)
-        at = proposal.restart or logprobs.shape[1]
-        table = _best_of_levels(proposal.token_ids[:, :at], logprobs[:, :at], _rank_edges(proposal, kappa), max_nodes)
-        if not proposal.restart:
-            return table
-        chain, base = _chains(proposal.token_ids[:, at:], logprobs[:, at:], 0), table.scores.shape[1]
-        return DeviceCandidates(
-            token_ids=torch.cat([table.token_ids, chain.token_ids], 1),
-            parents=torch.cat([table.parents, torch.where(chain.parents < 0, -1, chain.parents + base)], 1),
-            scores=torch.cat([table.scores, chain.scores], 1),
-            depths=torch.cat([table.depths, chain.depths], 1),
-            cells=torch.cat([table.cells, chain.cells + at * NUM_RANK_CLASSES], 1),
-        )
+            return _chain(proposal.token_ids, logprobs)
+        return _best_of_levels(proposal.token_ids, logprobs, _rank_edges(proposal, kappa), max_nodes)
 
     def leaves(self, max_frontier: int) -> Leaves:
         """The latest block's heaviest candidates without candidates below them.  Syncs: none."""
@@ -107,8 +96,8 @@ class DeviceCandidates:
         num_requests, base = self.scores.shape
         num_leaves, num_slots, num_candidates = proposal.logprobs.shape
         width = num_slots * num_candidates
-        parents, depths, cells, _ = _layout(num_slots, num_candidates, 1, str(self.scores.device), proposal.restart)
-        scores = _chain_scores(_slot_logprobs(proposal, kappa), proposal.restart).view(num_leaves, -1)
+        parents, depths, cells, _ = _layout(num_slots, num_candidates, 1, str(self.scores.device))
+        scores = _chain_scores(_slot_logprobs(proposal, kappa)).view(num_leaves, -1)
         column = torch.arange(num_leaves // num_requests, device=parents.device).repeat(num_requests)
         at = leaves.candidates[:, None]
         new_depths = depths + self.depths[leaves.frontier.request, leaves.candidates][:, None]
@@ -128,20 +117,20 @@ class DeviceCandidates:
 
 
 @lru_cache(maxsize=64)
-def _layout(num_slots: int, num_candidates: int, block: int, device: str, restart: int) -> tuple[torch.Tensor, ...]:
+def _layout(num_slots: int, num_candidates: int, block: int, device: str) -> tuple[torch.Tensor, ...]:
     """Parents (-1 = block entry), depths, cells and rank classes of a BLOCK proposal, candidate s * K + k."""
     slot = torch.arange(num_slots, device=device).repeat_interleave(num_candidates)
     rank = torch.arange(num_candidates, device=device).repeat(num_slots)
-    parents = torch.where((slot > 0) & (slot != restart), (slot - 1) * num_candidates, -1)
+    parents = torch.where(slot > 0, (slot - 1) * num_candidates, -1)
     classes = rank.clamp(max=NUM_RANK_CLASSES - 1)
     cells = (block * num_slots + slot) * NUM_RANK_CLASSES + classes
-    return parents, torch.where(slot < restart, slot, slot - restart) + 1, cells, classes[:num_candidates]
+    return parents, slot + 1, cells, classes[:num_candidates]
 
 
 def _slot_logprobs(proposal: Proposal, kappa: torch.Tensor) -> torch.Tensor:
     """Conditional log-probabilities (F, S, K), calibrated, -inf beyond the widths. kappa: (F, S, R)."""
     num_slots, num_candidates = proposal.logprobs.shape[1:]
-    classes = _layout(num_slots, num_candidates, 0, str(kappa.device), 0)[3]
+    classes = _layout(num_slots, num_candidates, 0, str(kappa.device))[3]
     logprobs = (proposal.logprobs + kappa[:, :, classes]).clamp_(max=0.0)
     if proposal.widths is not None:
         columns = torch.arange(num_candidates, device=logprobs.device)
@@ -149,10 +138,8 @@ def _slot_logprobs(proposal: Proposal, kappa: torch.Tensor) -> torch.Tensor:
     return logprobs
 
 
-def _chain_scores(logprobs: torch.Tensor, restart: int) -> torch.Tensor:
+def _chain_scores(logprobs: torch.Tensor) -> torch.Tensor:
     """Path scores of a BLOCK proposal: candidates of slot s hang below the chain of first candidates."""
-    if restart:
-        return torch.cat([_chain_scores(logprobs[:, :restart], 0), _chain_scores(logprobs[:, restart:], 0)], 1)
     chain = logprobs[:, :, 0].cumsum(1).cummin(1).values  # cummin: a parallel scan may round upwards
     scores = logprobs.clone()
     scores[:, 1:] += chain[:, :-1, None]
@@ -160,13 +147,13 @@ def _chain_scores(logprobs: torch.Tensor, restart: int) -> torch.Tensor:
     return scores
 
 
-def _chains(token_ids: torch.Tensor, logprobs: torch.Tensor, restart: int) -> DeviceCandidates:
+def _chain(token_ids: torch.Tensor, logprobs: torch.Tensor) -> DeviceCandidates:
     num_requests, num_slots, num_candidates = logprobs.shape
-    parents, depths, cells, _ = _layout(num_slots, num_candidates, 0, str(logprobs.device), restart)
+    parents, depths, cells, _ = _layout(num_slots, num_candidates, 0, str(logprobs.device))
     return DeviceCandidates(
         token_ids=token_ids.reshape(num_requests, -1),
         parents=parents.expand(num_requests, -1),
-        scores=_chain_scores(logprobs, restart).view(num_requests, -1),
+        scores=_chain_scores(logprobs).view(num_requests, -1),
         depths=depths.expand(num_requests, -1),
         cells=cells.expand(num_requests, -1),
     )
@@ -174,7 +161,7 @@ def _chains(token_ids: torch.Tensor, logprobs: torch.Tensor, restart: int) -> De
 
 def _rank_edges(proposal: Proposal, kappa: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Scores of the candidates of slots 1.. below each candidate of the slot before, best first, and their columns, both
-    (G, S - 1, K, K); None when the proposal has no such scores. In a mixed draft S counts the table's own slots."""
+    (G, S - 1, K, K); None when the proposal has no such scores."""
     if proposal.edge_logprobs is None:
         return None
     scores, columns = proposal.edge_logprobs.sort(dim=-1, descending=True)

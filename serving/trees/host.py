@@ -194,7 +194,7 @@ class HostBlocks:
 
 
 def _fields(proposal: Proposal) -> ProposalFields:
-    return proposal.token_ids, proposal.logprobs, proposal.widths, proposal.edge_logprobs, proposal.restart
+    return proposal.token_ids, proposal.logprobs, proposal.widths, proposal.edge_logprobs
 
 
 class HostTrees:

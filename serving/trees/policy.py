@@ -21,8 +21,7 @@ from paceline.serving.budget.controller import BudgetController
 from paceline.serving.budget.cost_model import CostModel
 from paceline.serving.budget.stats import DraftKey, RoundObservation
 from paceline.serving.drafters.interface import Drafter, DrafterCaps
-from paceline.serving.drafters.mixed import MixedDrafter
-from paceline.serving.drafters.text import make_text_drafter
+from paceline.serving.drafters.text import TextDrafter, make_text_drafter
 from paceline.serving.trees.calibration import ScoreCalibration
 from paceline.serving.trees.device import DeviceTrees
 from paceline.serving.trees.host import HostTrees
@@ -60,21 +59,27 @@ class TreePolicy:
         """Drafts rounds off the CPU; None = the host does, as where trees grow by bundles."""
         if kernels is not None and not kernels.is_reference and config.policy != "bundle":
             self.device_trees = DeviceTrees(*common, kernels)
-        self._text = None if config.mix == "none" else make_text_drafter(config.mix)
+        self.text: TextDrafter | None = None if config.mix == "none" else make_text_drafter(config.mix)
+        """Drafts in place of a drafter with weights where a text goes on as it did before; None = the mix is none."""
 
-    def mixed(self, drafter: Drafter) -> Drafter:
-        """The drafter as rounds use it: with a text drafter at its side if the configuration asks for one.
-
-        A mixed draft has two blocks, so a drafter that goes on level by level (EAGLE-3) stays alone: it would lose its depth.
-        """
-        if self._text is None or drafter.caps.num_slots == 0 or drafter.caps.num_blocks > 2:
-            return drafter
-        return MixedDrafter(drafter, self._text)
+    def drop_text(self, reason: str) -> None:
+        """Go on without the text drafter, which has failed."""
+        logger.error("the text drafter failed, drafters with weights go on without it: %s", reason)
+        self.text = None
 
     def release(self, request_id: str) -> None:
         """Forget what is kept for a request that has ended."""
-        if self._text is not None:
-            self._text.release(request_id)
+        if self.text is not None:
+            self.text.release(request_id)
+
+    def turns(
+        self, keys: list[DraftKey | None], text_keys: list[DraftKey | None], context_rows: int
+    ) -> list[DraftKey | None]:
+        """Whose turn it is, the drafter's or the text drafter's: the key of each of the round's B requests.
+
+        text_keys: None where the text drafter expects nothing. Call once a round and before `wants_draft`.
+        """
+        return self.budget.turns(keys, text_keys, context_rows)
 
     def wants_draft(
         self,
@@ -151,7 +156,7 @@ class TreePolicy:
     def drafts_by_graph(self, drafter: Drafter, device: torch.device) -> bool:
         """Whether the trees of a drafter are built on the device, whose rounds captured work can draft whole."""
         trees = self.trees_for([], device)
-        return trees is self.device_trees and self.mixed(drafter) is drafter and trees.takes(drafter.caps)
+        return trees is self.device_trees and trees.takes(drafter.caps)
 
     def should_expand(
         self, keys: list[DraftKey | None], context_rows: int, num_requests: int, caps: DrafterCaps
@@ -220,7 +225,16 @@ class TreePolicy:
                 num_catch_up_rows=num_catch_up_rows,
                 frontier_mass=draft.frontier_mass,
                 num_accepted_tokens_reentered=reentered,
+                has_text_turns=self._has_text_turns(draft),
             )
+        )
+
+    def _has_text_turns(self, draft: RoundDraft) -> bool:
+        if self.text is None:
+            return False
+        name = self.text.caps.name
+        return any(
+            d and key is not None and key[0] == name for d, key in zip(draft.is_drafted, draft.keys, strict=True)
         )
 
     def forget(self, version: str) -> None:

@@ -58,7 +58,7 @@ def test_greedy_output_is_the_targets_own_under_every_policy(policy, name, batch
     assert engine.policy.budget.states() == [], "there is no switch"
 
 
-def test_warming_up_measures_the_prior_of_bastions_latency_and_what_mixed_drafting_takes():
+def test_warming_up_measures_the_prior_of_bastions_latency_and_what_drafting_takes_beside_a_text_drafter():
     engine = make_engine(make_drafter("specblock"), policy="bastion", mix="suffix")
     cost = engine.policy.budget.costs
     assert not cost.draft.is_known
@@ -101,7 +101,7 @@ def test_recent_answers_make_a_repeated_question_faster():
         ("product", "suffix-recent", "bundle"),
     ],
 )
-def test_greedy_output_is_the_targets_own_with_mixed_drafts(name, mix, policy, batch):
+def test_greedy_output_is_the_targets_own_when_drafters_take_turns(name, mix, policy, batch):
     drafter = make_drafter("random", 1) if name == "product" else make_drafter(name)
     engine = make_engine(drafter, policy=policy, mix=mix)
     check_greedy(engine, batch)
@@ -138,5 +138,5 @@ def test_mixing_accepts_more_than_a_useless_model_alone_and_keeps_nothing_of_end
                 run_until_idle(engine)
         accepted[mix] = sum(e.stats.num_accepted_tokens for e in last.values())
         if mix != "none":
-            assert engine.policy._text._texts == {} and engine.policy._text._histories == {}
+            assert engine.policy.text._texts == {} and engine.policy.text._histories == {}
     assert accepted["none"] == 0 and accepted["suffix-recent"] > 20

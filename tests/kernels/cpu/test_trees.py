@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 VOCAB = 11
 
 
-def random_proposal(rng: np.random.Generator, form, *, has_edges: bool, restart: int, coarse: bool) -> Proposal:
+def random_proposal(rng: np.random.Generator, form, *, has_edges: bool, coarse: bool) -> Proposal:
     """Few tokens, so that siblings are twins; coarse scores, so that they tie; absent candidates; widths."""
 
     def logprobs(*shape):
@@ -36,10 +36,10 @@ def random_proposal(rng: np.random.Generator, form, *, has_edges: bool, restart:
     scores = logprobs(*form)
     if rng.random() < 0.7:
         scores = scores.sort(-1, descending=True).values
-    edges = logprobs(num_nodes, (restart or num_slots) - 1, num, num) if has_edges else None
+    edges = logprobs(num_nodes, num_slots - 1, num, num) if has_edges else None
     widths = torch.from_numpy(rng.integers(0, num + 1, (num_nodes, num_slots))) if rng.random() < 0.4 else None
     token_ids = torch.from_numpy(rng.integers(0, VOCAB if rng.random() < 0.5 else 3, form))
-    return Proposal(token_ids=token_ids, logprobs=scores, widths=widths, restart=restart, edge_logprobs=edges)
+    return Proposal(token_ids=token_ids, logprobs=scores, widths=widths, edge_logprobs=edges)
 
 
 @dataclasses.dataclass
@@ -58,8 +58,7 @@ class Case:
         rng = np.random.default_rng(seed)
         num_requests, num_slots, num = int(rng.integers(1, 5)), int(rng.integers(1, 6)), int(rng.integers(1, 7))
         is_product = bool(rng.random() < 0.5)
-        restart = int(rng.integers(1, num_slots)) if num_slots > 1 and rng.random() < 0.3 else 0
-        has_edges = is_product and (restart or num_slots) > 1 and bool(rng.random() < 0.5)
+        has_edges = is_product and num_slots > 1 and bool(rng.random() < 0.5)
         kappa = None
         if rng.random() < 0.7:
             lines = num_requests if rng.random() < 0.5 else 1
@@ -77,12 +76,10 @@ class Case:
         size = num_requests * settings["max_frontier"]
         # As many nodes as leaves are known later: the first ones are taken.
         later = [
-            random_proposal(rng, (size, num_slots, num), has_edges=False, restart=0, coarse=coarse)
+            random_proposal(rng, (size, num_slots, num), has_edges=False, coarse=coarse)
             for _ in range(int(rng.integers(0, 4)))
         ]
-        first = random_proposal(
-            rng, (num_requests, num_slots, num), has_edges=has_edges, restart=restart, coarse=coarse
-        )
+        first = random_proposal(rng, (num_requests, num_slots, num), has_edges=has_edges, coarse=coarse)
         return Case(num_requests, settings, kappa, first, later, float(rng.choice([1.0, 0.6])))
 
     def grow(self, maker: TreeMaker | None) -> tuple[HostBlocks, list]:
@@ -167,8 +164,8 @@ def test_trees_of_several_drafters_are_the_references(seed: int) -> None:
 )
 def test_a_proposal_of_wrong_numbers_or_form_is_refused(what: str) -> None:
     rng, maker = np.random.default_rng(1), TreeMaker.new()
-    first = random_proposal(rng, (2, 3, 4), has_edges=True, restart=0, coarse=False)
-    second = random_proposal(rng, (2, 3, 4), has_edges=False, restart=0, coarse=False)
+    first = random_proposal(rng, (2, 3, 4), has_edges=True, coarse=False)
+    second = random_proposal(rng, (2, 3, 4), has_edges=False, coarse=False)
     match what:
         case "nan":
             first.logprobs[1, 2, 3] = torch.nan
@@ -187,9 +184,9 @@ def test_a_proposal_of_wrong_numbers_or_form_is_refused(what: str) -> None:
         case "edges":
             first.edge_logprobs = first.edge_logprobs[:, :1]
         case "nodes":
-            second = random_proposal(rng, (3, 3, 4), has_edges=False, restart=0, coarse=False)
+            second = random_proposal(rng, (3, 3, 4), has_edges=False, coarse=False)
         case "slots":
-            second = random_proposal(rng, (2, 2, 4), has_edges=False, restart=0, coarse=False)
+            second = random_proposal(rng, (2, 2, 4), has_edges=False, coarse=False)
     maker.start(2)
     kappa = np.zeros((2, 1, 3, NUM_RANK_CLASSES), dtype=np.float32)
     blocks = HostBlocks(

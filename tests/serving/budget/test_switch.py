@@ -239,3 +239,69 @@ def test_rounds_too_short_for_the_clock_break_nothing(round_s, verify_s):
         )
     )  # fmt: skip
     assert ctrl.wants_draft([KEY], 100) == [True]
+
+
+TEXT = ("suffix", "math", True)
+
+
+def take_turns(ctrl, goes_on, rates, num_rounds):
+    """Rounds of one request whose text goes on where goes_on(round); rates: key -> (tokens, seconds) of a drafted round.
+    Returns (keys drafted by, tokens, seconds)."""
+    found, tokens, seconds = [], 0.0, 0.0
+    for at in range(num_rounds):
+        (key,) = ctrl.turns([KEY], [TEXT if goes_on(at) else None], 100)
+        (is_wanted,) = ctrl.wants_draft([key], 100, [1], [64])
+        accepted, round_s = rates[key] if is_wanted else (0, 10e-3)
+        ctrl.observe(
+            RoundObservation(
+                keys=[key], is_drafted=[is_wanted], num_nodes=[4 * is_wanted], num_accepted_tokens=[accepted],
+                context_rows=100, draft_s=round_s - 10e-3, verify_s=10e-3, round_s=round_s,
+                has_text_turns=is_wanted and key == TEXT,
+            )
+        )  # fmt: skip
+        found.append(key if is_wanted else None)
+        tokens, seconds = tokens + 1 + accepted, seconds + round_s
+    return found, tokens, seconds
+
+
+def plain_controller():
+    return BudgetController(TreeConfig(), CostModel(lambda rows: 10e-3))
+
+
+def test_text_that_pays_keeps_its_turns_and_the_drafter_has_the_others():
+    found, _, _ = take_turns(plain_controller(), lambda at: at % 3 == 0, {TEXT: (2, 11e-3), KEY: (1, 13e-3)}, 600)
+    of_text, others = [
+        [k for i, k in enumerate(found) if (i % 3 == 0) is t and i >= TRIAL_ROUNDS] for t in (True, False)
+    ]
+    assert set(of_text) <= {TEXT, None} and of_text.count(TEXT) > 0.95 * len(of_text)
+    assert set(others) <= {KEY, None} and others.count(KEY) > 0.9 * len(others)
+
+
+@pytest.mark.parametrize("text", [(0, 11e-3), (1, 12e-3)], ids=["loses", "gains less"])
+def test_text_that_makes_less_leaves_its_turns_to_the_drafter_but_for_probes(text):
+    found, tokens, seconds = take_turns(plain_controller(), lambda _: True, {TEXT: text, KEY: (2, 13e-3)}, 3000)
+    late = found[500:]
+    assert late.count(KEY) > 0.95 * len(late) and tokens / seconds > 0.97 * 3 / 13e-3
+    assert 0 < late.count(TEXT) < 0.02 * len(late), "it is tried again, and at little cost"
+    gaps = np.diff([i for i, k in enumerate(found) if k == TEXT])
+    assert gaps.max() <= MAX_WAIT + 2
+
+
+def test_a_drafter_that_loses_does_not_take_the_texts_turns_along():
+    found, _, _ = take_turns(plain_controller(), lambda at: at % 2 == 0, {TEXT: (2, 11e-3), KEY: (0, 14e-3)}, 2000)
+    late = found[400:]
+    assert late[::2].count(TEXT) > 0.95 * len(late[::2]) and late[1::2].count(None) > 0.95 * len(late[1::2])
+
+
+def test_what_text_turns_take_says_nothing_of_the_drafters_costs():
+    ctrl = plain_controller()
+    ctrl.costs.draft.calibrate(lambda n: 4e-3, max_size=4)
+    before = ctrl.costs.draft_s(1)
+    found, _, _ = take_turns(ctrl, lambda _: True, {TEXT: (6, 10.1e-3), KEY: (1, 14e-3)}, 200)
+    assert found.count(TEXT) > 150
+    assert ctrl.costs.draft_s(1) == pytest.approx(before * ctrl.costs.speed, rel=1e-2)
+
+
+def test_without_a_switch_a_text_that_goes_on_always_has_the_turn():
+    ctrl = BudgetController(TreeConfig(policy="bastion"), CostModel(lambda rows: 10e-3))
+    assert ctrl.turns([KEY, KEY, None], [TEXT, None, None], 100) == [TEXT, KEY, None]

@@ -1,0 +1,98 @@
+"""A text drafter beside one with weights: each drafts the rounds that it is better at, and neither changes a token."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.config import TreeConfig
+from paceline.contracts import Group
+from tests.helpers.engines import PROMPT, FeatureDrafter, Run, Sinks, finish, greedy, make_engine
+
+LOOP = (7, 8, 9, 7, 8, 9, 7, 8)
+"""A prompt that repeats itself."""
+NEW = (21, 33, 5, 47, 12, 60, 18)
+"""One in which nothing occurs twice."""
+
+
+def turns_of(engine, monkeypatch):
+    """Names of the drafters that were asked, one a call, and for whom."""
+    asked: list[tuple[str, tuple[str, ...]]] = []
+
+    def watch(drafter, name):
+        propose = drafter.propose
+
+        def noted(inputs):
+            asked.append((name, tuple(inputs.request_ids)))
+            return propose(inputs)
+
+        monkeypatch.setattr(drafter, "propose", noted)
+
+    watch(engine.policy.text, "text")
+    watch(engine.slots.drafter("A"), "own")
+    return asked
+
+
+@pytest.mark.parametrize("policy", ["fixed", "adaptive", "bundle"])
+@pytest.mark.parametrize("mix", ["lookup", "suffix", "suffix-recent"])
+def test_texts_that_go_on_are_drafted_from_text_and_the_rest_by_the_drafter(policy, mix, monkeypatch):
+    """FeatureDrafter fails unless every row is handed over once and in order: also those of rounds that were not its turn."""
+    tree = TreeConfig(max_draft_tokens=6, policy=policy, mix=mix)
+    engine = make_engine(FeatureDrafter(), sinks=Sinks(), tree=tree)
+    asked = turns_of(engine, monkeypatch)
+    prompts = {"loop": LOOP, "new": NEW, "p": PROMPT}
+    runs = {name: Run(engine, name, prompt, max_tokens=40) for name, prompt in prompts.items()}
+    finish(engine)
+    for name, run in runs.items():
+        assert run.tokens == greedy(prompts[name], 40)
+    assert {name for name, _ in asked} == {"text", "own"}
+    assert next(name for name, ids in asked if "new" in ids) == "own", "nothing in it has occurred before"
+    assert engine.stats()["num_drafter_failures"] == 0
+
+
+def test_a_round_has_one_drafter_a_request(monkeypatch):
+    engine = make_engine(FeatureDrafter(), tree=TreeConfig(max_draft_tokens=6, policy="fixed", mix="suffix"))
+    asked = turns_of(engine, monkeypatch)
+    Run(engine, "loop", LOOP, max_tokens=40)
+    rounds = 0
+    while engine.step():
+        assert len(asked) <= 1, "the drafter's time is saved where the text goes on"
+        rounds += len(asked)
+        asked.clear()
+    assert rounds > 3
+
+
+def test_requests_without_a_drafter_have_no_text_turns_either(monkeypatch):
+    engine = make_engine(FeatureDrafter(), tree=TreeConfig(policy="fixed", mix="suffix"))
+    asked = turns_of(engine, monkeypatch)
+    run = Run(engine, "plain", LOOP, group=Group.PLAIN, max_tokens=20)
+    finish(engine)
+    assert run.tokens == greedy(LOOP, 20) and asked == []
+
+
+@pytest.mark.parametrize("place", ["expects", "slots"])
+def test_a_text_drafter_that_fails_costs_its_drafts_only(place, monkeypatch):
+    engine = make_engine(FeatureDrafter(), tree=TreeConfig(max_draft_tokens=6, policy="fixed", mix="suffix"))
+    own = []
+    monkeypatch.setattr(engine.slots.drafter("A"), "propose", lambda i, p=engine.slots.drafter("A").propose: own.append(1) or p(i))  # fmt: skip
+
+    def fail(*_):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(engine.policy.text, place, fail)
+    runs = [Run(engine, f"r{i}", LOOP, max_tokens=30) for i in range(2)]
+    finish(engine)
+    assert all(run.tokens == greedy(LOOP, 30) for run in runs)
+    assert engine.policy.text is None and engine.stats()["num_drafter_failures"] == 1
+    assert own, "the drafter with weights goes on"
+
+
+def test_a_request_that_ends_is_forgotten():
+    engine = make_engine(FeatureDrafter(), tree=TreeConfig(policy="fixed", mix="suffix"))
+    for i in range(3):
+        Run(engine, f"r{i}", LOOP)
+    for _ in range(6):
+        engine.step()
+    text = engine.policy.text
+    assert text is not None and len(text._texts) == 3  # type: ignore[attr-defined]
+    finish(engine)
+    assert text._texts == {}  # type: ignore[attr-defined]
