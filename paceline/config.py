@@ -62,7 +62,7 @@ class TreeConfig:
         str,
         Setting(
             "none | lookup | suffix | suffix-recent: a drafter without weights that drafts in the other one's place where a "
-            "text goes on as it did before; not with --drafter none.",
+            "text goes on as it did before; not with a drafter without weights.",
             panel="Drafting", choices=("none", *TEXT_DRAFTERS),
         ),
     ] = "none"  # fmt: skip
@@ -535,8 +535,8 @@ class ServiceConfig:
         is_on_cpu = self.dtype != "int8" or (self.device != "cuda" and self.engine.tensor_parallel == 1)
         require(is_on_cpu, "dtype must not be int8 with device cuda or engine.tensor_parallel > 1", self.dtype)
         mix = self.engine.tree.mix
-        rule = f"engine.tree.mix must be none with drafter none (it drafts at another one's side; for {mix} alone give drafter {mix})"
-        require(self.drafter != "none" or mix == "none", rule, mix)
+        rule = f"engine.tree.mix must be none with drafter {self.drafter} (it drafts beside one with weights; for {mix} alone give drafter {mix})"
+        require(mix == "none" or self.drafter not in ("none", *TEXT_DRAFTERS), rule, mix)
 
 
 def most_replicas(config: ServiceConfig) -> int:

@@ -13,7 +13,7 @@ from paceline.bandit.beliefs.observation import BucketObservation, HostContext, 
 from paceline.bandit.beliefs.recall import MANIFEST_REQUESTS, SCORE_SD
 from paceline.bandit.beliefs.regime import BucketRegime, MixRegime
 from paceline.bandit.controller.state import ControllerState
-from paceline.bandit.policies.pricing import MAX_HEADROOM, PRIOR_BEST_LENGTH
+from paceline.bandit.policies.pricing import headroom_of
 from paceline.config import PolicyConfig
 from paceline.contracts import Group
 
@@ -250,7 +250,7 @@ def learn_history(state: ControllerState, context: HostContext) -> int:
     """
     drifted, taught = drifted_buckets(state), set(state.history)
     trained = (x for scores in context.shadow.values() for v, x in scores.items() if v != context.first_version)
-    best = max([PRIOR_BEST_LENGTH, *trained])
+    best = max(trained, default=0.0)
     added = 0
     for bucket in sorted(context.shadow):
         if bucket in drifted:
@@ -263,7 +263,7 @@ def learn_history(state: ControllerState, context: HostContext) -> int:
             if key in taught or after in state.learned or rows[after] <= rows[before]:
                 continue
             low, gain = scores[before], scores[after] - scores[before]
-            room = min(max(best - low, 0.1 * low), MAX_HEADROOM * low)
+            room = headroom_of(low, best, 0.1)
             share = further_share(rows[before], rows[after])
             state.gains.update_from_history(bucket, room, share, gain, PAIR_ERROR * low)
             state.history.append(key)

@@ -68,6 +68,7 @@ def build_view(
         ),
         recalls=tuple(recalls),
         balance_s=balance_s,
+        income_left_s=state.income_s - state.ledger.totals.spent_s() - state.reserved_s(),
         horizon_s=horizon,
         since_job_s=now - state.last_job_started,
         is_job_running=context.job_running or state.job is not None,

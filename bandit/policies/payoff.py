@@ -35,7 +35,8 @@ class PayoffPolicy:
     """Acts when the expected saving over the regime's remaining life exceeds the cost by the hysteresis factor.
 
     V = remaining life x load x (time per token now - after) - training - shadow - interference - staging, by bucket;
-    exploration is the small job and shadow scoring, not noise on V. A recall costs almost nothing and goes first.
+    exploration is the small job, shadow scoring and what the income pays for on hope, not noise on V. A recall costs almost
+    nothing and goes first.
     One job at a time: among funded jobs that pay, the one whose net value is highest after what the best paying job of
     another bucket loses by waiting for it.
     """
@@ -55,7 +56,7 @@ class PayoffPolicy:
         paying = [j for j in jobs if j.saving_s > factor * j.cost.total_s]
         if not paying:
             return self._unpaid(view, jobs)
-        funded = [j for j in paying if view.cost_margin * j.cost.total_s <= view.balance_s]
+        funded = [j for j in paying if view.cost_margin * j.cost.total_s <= _funds(view, j)]
         if not funded:
             return self._unfunded(view, paying)
         job, chances = pick(funded, rng)
@@ -81,10 +82,10 @@ class PayoffPolicy:
             view,
             "bank",
             "{arm} on {bucket} would save {saving:.1f} s for {cost:.1f} s, which may become {margin:.2f} times as much, but "
-            "the bank holds {balance:.1f} s.",
+            "the bank holds {balance:.1f} s" + (" of its income, which hopes are paid from." if best.is_hope else "."),
             at=best.bucket,
             margin=view.cost_margin,
-            balance=view.balance_s,
+            balance=_funds(view, best),
             **_about(best),
         )
 
@@ -133,6 +134,11 @@ class PayoffPolicy:
         is_sure = priced.gain > max(least, z * priced.gain_se)
         is_paid = priced.saving_s > view.config.hysteresis * priced.cost_s
         return is_sure and is_paid and (priced.is_floor or priced.cost_s <= view.balance_s)
+
+
+def _funds(view: View, job: PricedJob) -> float:
+    """What the job may cost. Hopes are paid from the income alone, so that they never cost more than its share of the time."""
+    return min(view.balance_s, view.income_left_s) if job.is_hope else view.balance_s
 
 
 def _about(job: PricedJob) -> dict[str, Any]:

@@ -24,6 +24,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     jobs: tuple[PricedJob, ...]
     recalls: tuple[PricedRecall, ...]
     balance_s: float
+    income_left_s: float = 0.0
+    """What the bank has got as a share of the time served, less everything that was spent."""
     horizon_s: float
     since_job_s: float
     is_job_running: bool

@@ -9,7 +9,7 @@ import msgspec
 
 from paceline.bandit.beliefs.gain_model import GainModel, learned_share
 from paceline.bandit.controller.decision_log import LoggedJob
-from paceline.bandit.policies.pricing import MAX_HEADROOM, MIN_HEADROOM, PRIOR_BEST_LENGTH
+from paceline.bandit.policies.pricing import headroom_of
 from paceline.contracts import ArmSpec
 
 MIN_JOBS = 5
@@ -43,12 +43,6 @@ class GainFit(msgspec.Struct, frozen=True, kw_only=True):
         return f"gain model: fitted on {self.num_jobs} jobs; {errors}"
 
 
-def gap(length: float, best_length: float) -> float:
-    """Tokens a round that training might still add to `length`: the headroom rule of bandit/policies/pricing.py."""
-    room = max(best_length, PRIOR_BEST_LENGTH) - length
-    return min(max(room, MIN_HEADROOM * length), MAX_HEADROOM * length)
-
-
 def arm_share(model: GainModel, bucket: str, arm: ArmSpec) -> float:
     """Share of the gap that endless training with this arm closes, in [0, 1.5]."""
     return min(max(model.predict(bucket, arm, 1.0, 1.0)[0], 0.0), 1.5)
@@ -78,13 +72,13 @@ def fit_gains(jobs: Sequence[LoggedJob], best_length: float) -> GainFit:
 def _fit(jobs: Sequence[LoggedJob], best_length: float) -> GainModel:
     model = GainModel()
     for job in jobs:
-        room = gap(float(job.length_before or 1.0), best_length)
+        room = headroom_of(float(job.length_before or 1.0), best_length)
         model.update(job.bucket, job.arm, room, learned_share(job.arm.num_rows), float(job.gain or 0.0), job.gain_se)
     return model
 
 
 def _predict(model: GainModel, job: LoggedJob, best_length: float) -> float:
-    room = gap(float(job.length_before or 1.0), best_length)
+    room = headroom_of(float(job.length_before or 1.0), best_length)
     return model.predict(job.bucket, job.arm, room, learned_share(job.arm.num_rows))[0]
 
 

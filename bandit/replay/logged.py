@@ -19,8 +19,9 @@ from paceline.bandit.beliefs.gain_model import POWER, TAU_ROWS
 from paceline.bandit.beliefs.job_cost import SLOWDOWN_PRIOR, STAGING_PRIOR_S, prior_shadow_s, prior_training_s
 from paceline.bandit.controller.decision_log import FeedbackCell, FeedbackLine, LoggedJob, ServiceLog
 from paceline.bandit.ledger.totals import fold_entries
+from paceline.bandit.policies.pricing import headroom_of
 from paceline.bandit.replay.curves import PriorCosts, off_diagonal
-from paceline.bandit.replay.gain_fit import GainFit, arm_share, fit_gains, gap
+from paceline.bandit.replay.gain_fit import GainFit, arm_share, fit_gains
 from paceline.bandit.replay.outcomes import FIRST, Learned, SimulatedOutcomes, TrainOrder, TrainTruth
 from paceline.bandit.replay.scenario import Scenario, Traffic
 from paceline.bandit.replay.simulate import run_policy
@@ -262,7 +263,7 @@ def logged_outcomes(service: LoggedService, seed: int) -> LoggedOutcomes:
     scorings = [j.shadow_s / prior_shadow_s(j.arm) for j in log.jobs if j.shadow_s > 0]
     return LoggedOutcomes(
         first=service.first,
-        ceiling=service.first + np.array([gap(float(v), best) for v in service.first]),
+        ceiling=service.first + np.array([headroom_of(float(v), best) for v in service.first]),
         curves=FittedCurves(service.fit, service.traffic.labels),
         costs=PriorCosts(
             train_factor=float(np.mean(ratios)) if ratios else 1.0,

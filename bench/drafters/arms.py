@@ -73,7 +73,7 @@ def arm_specs(
         num_weights, weight_bytes = weights_of(drafter, model)
         if mix != "none" and not num_weights:
             raise ConfigError(
-                f"drafters must be mixed as NAME+TEXT of a drafter with weights and one without, got {given!r}"
+                f"drafters must be named as NAME+TEXT of a drafter with weights and one without, got {given!r}"
             )
         trees = {p: TreeConfig(**FREE_POLICIES[p], mix=mix) for p in policies if p in FREE_POLICIES}
         budgets = [p for p in policies if p in BUDGET_POLICIES]

@@ -53,7 +53,7 @@ class BenchOptions(TurnOptions):
     drafters: A[
         tuple[str, ...],
         Setting(
-            f"Comma list of {', '.join(DRAFTER_NAMES)}, or folders; NAME+suffix: both at once, as --mix serves them.",
+            f"Comma list of {', '.join(DRAFTER_NAMES)}, or folders; NAME+suffix: both in turns, as --mix serves them.",
             panel=CELLS,
             non_empty=True,
         ),

@@ -17,8 +17,8 @@ struct Proposal {
   const int64_t* token_ids;    // (F, S, K)
   const float* logprobs;       // (F, S, K)
   const int64_t* widths;       // (F, S) or null
-  const float* edge_logprobs;  // (F, E, K, K) or null
-  int64_t num_nodes, num_slots, num_candidates, num_edge_slots;
+  const float* edge_logprobs;  // (F, S - 1, K, K) or null
+  int64_t num_nodes, num_slots, num_candidates;
   int64_t vocab_size;  // negative: any token
 };
 
@@ -135,7 +135,7 @@ int64_t check(const Proposal& p) {
     is_empty &= p.logprobs[i] == ABSENT;
   }
   if (p.edge_logprobs != nullptr)
-    for (int64_t i = 0; i < p.num_nodes * p.num_edge_slots * p.num_candidates * p.num_candidates; ++i)
+    for (int64_t i = 0; i < p.num_nodes * (p.num_slots - 1) * p.num_candidates * p.num_candidates; ++i)
       is_right &= (double)p.edge_logprobs[i] <= HIGHEST;
   if (p.vocab_size >= 0)
     for (int64_t i = 0; i < size; ++i) is_right &= (uint64_t)p.token_ids[i] < (uint64_t)p.vocab_size;
@@ -181,16 +181,16 @@ void hang_chain(
   }
 }
 
-// Scores of the candidates of slots 1.. below each one of the slot before, best first, and their columns: (E, K, K) each.
+// Scores of the candidates of slots 1.. below each one of the slot before, best first, and their columns: (S - 1, K, K) each.
 void rank_edges(Trees& t, const Proposal& p, int64_t node, const float* kappa) {
-  const int64_t num = p.num_candidates;
-  t.edge_scores.resize(p.num_edge_slots * num * num);
-  t.edge_columns.resize(p.num_edge_slots * num * num);
-  for (int64_t slot = 0; slot < p.num_edge_slots; ++slot) {
+  const int64_t num = p.num_candidates, num_edge_slots = p.num_slots - 1;
+  t.edge_scores.resize(num_edge_slots * num * num);
+  t.edge_columns.resize(num_edge_slots * num * num);
+  for (int64_t slot = 0; slot < num_edge_slots; ++slot) {
     const int64_t width = p.widths == nullptr ? num : p.widths[node * p.num_slots + slot + 1];
     const float* own = kappa == nullptr ? nullptr : kappa + (slot + 1) * RANK_CLASSES;
     for (int64_t line = slot * num; line < (slot + 1) * num; ++line) {
-      const float* logprobs = p.edge_logprobs + (node * p.num_edge_slots * num + line) * num;
+      const float* logprobs = p.edge_logprobs + (node * num_edge_slots * num + line) * num;
       int32_t* columns = t.edge_columns.data() + line * num;
       for (int64_t i = 0; i < num; ++i) columns[i] = (int32_t)i;
       std::stable_sort(columns, columns + num, [&](int32_t a, int32_t b) { return logprobs[a] > logprobs[b]; });

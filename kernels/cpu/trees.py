@@ -92,7 +92,7 @@ class TreeMaker:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library, self._trees = library, library.trees_new()
         weakref.finalize(self, library.trees_free, self._trees)
-        self._proposal, self._growth = _Record("9q"), _Record("5q")
+        self._proposal, self._growth = _Record("8q"), _Record("5q")
         self._fields, self._nodes, self._scores = _Room(torch.int64), _Room(torch.int64), _Room(torch.float64)
         self._num_requests = self._num_drafted = 0
 
@@ -118,21 +118,19 @@ class TreeMaker:
         """Fill the proposal's record; returns what must live until it was read."""
         num_nodes, num_slots, num_candidates = logprobs.shape
         ids, values = _plain(token_ids, torch.int64), _plain(logprobs, torch.float32)
-        num_edge_slots = 0
         if widths is not None:
             widths = _plain(widths, torch.int64)
             if widths.shape != (num_nodes, num_slots):
                 raise ValueError(f"widths must be (F, S) = {(num_nodes, num_slots)}, got {tuple(widths.shape)}")
         if edge_logprobs is not None:
             edge_logprobs = _plain(edge_logprobs, torch.float32)
-            num_edge_slots = num_slots - 1
-            form = (num_nodes, num_edge_slots, num_candidates, num_candidates)
+            form = (num_nodes, num_slots - 1, num_candidates, num_candidates)
             if edge_logprobs.shape != form:
                 raise ValueError(f"edge_logprobs must be {form}, got {tuple(edge_logprobs.shape)}")
         self._proposal.fill(
             ids.data_ptr(), values.data_ptr(), 0 if widths is None else widths.data_ptr(),
             0 if edge_logprobs is None else edge_logprobs.data_ptr(), num_nodes, num_slots, num_candidates,
-            num_edge_slots, -1 if vocab_size is None else vocab_size,
+            -1 if vocab_size is None else vocab_size,
         )  # fmt: skip
         return ids, values, widths, edge_logprobs
 

@@ -124,5 +124,5 @@ class RoundCosts:
         if seen.num_catch_up_rows > 0:
             row_s = seen.catch_up_s / seen.num_catch_up_rows / speed
             self.ingest_row_s += (0.2 if self.ingest_row_s else 1.0) * (row_s - self.ingest_row_s)
-        if seen.num_leaves > 0:
+        if seen.num_leaves > 0 and not seen.has_text_turns:
             self.expand.observe(seen.num_leaves, seen.expand_s / speed)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 DraftKey = tuple[str, str, bool]
-"""(drafter version, traffic bucket, is_greedy): what statistics are kept by."""
+"""(drafter version or the text drafter's name, traffic bucket, is_greedy): what statistics are kept by."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -259,26 +259,49 @@ class Switch:
         for i, key in enumerate(text_keys):
             if key is not None:
                 rows.setdefault(key, []).append(i)
-        waited: set[int] = set()
+        size, waited = _log2_size(num_requests), set[int]()
         for key, own in rows.items():
+            self._class(self._classes, key).latest = size
             record = self.record(key, num_requests)
             if record.num_times < 1:
                 record.time = self._forecast(record.nodes, context_rows, num_requests)
-            if record.state == "off" and id(record) not in waited:
-                waited.add(id(record))
-                record.wait -= max(1.0, len(own) / WAIT_REQUESTS)
-                if record.wait <= 0:
-                    record.begin_probe()
+            if record.state == "off":
+                if id(record) not in waited:  # several new classes wait together
+                    waited.add(id(record))
+                    record.wait -= max(1.0, len(own) / WAIT_REQUESTS)
+                    if record.wait <= 0:
+                        self._begin_probe(record, context_rows, num_requests)
             elif record.left == 0:
                 rival = max(self._rate(drafter, num_requests) for drafter in {keys[i] for i in own})
                 if record.tokens < rival * (record.time or 1.0):
                     self._stop(record, num_requests, rival)
-            if record.state != "off":
-                for i in own:
-                    drafter = keys[i]
-                    if drafter is None or not self.is_probing(drafter, num_requests):  # its rate is asked for first
-                        found[i] = key
+            if record.state == "off":
+                continue
+            for i in own if record.left == 0 else own[:PROBE_REQUESTS]:
+                drafter = keys[i]
+                if drafter is None or not self.is_probing(drafter, num_requests):  # its rate is asked for first
+                    found[i] = key
+        if rows:
+            self._wait_without_turns(set(keys) - set(found), found, context_rows)
         return found
+
+    def _wait_without_turns(
+        self, drafters: set[DraftKey | None], found: Sequence[DraftKey | None], context_rows: int
+    ) -> None:
+        """Count down to the next probe of drafters whose every turn the text has: `wants` does not see them."""
+        num_requests = len(found)
+        waited = {id(self.record(key, num_requests)) for key in set(found) if key is not None}
+        for key in drafters:
+            record = None if key is None else self.record(key, num_requests)
+            if key is None or record is None or id(record) in waited or record.left > 0:
+                continue
+            waited.add(id(record))
+            self._class(self._classes, key).latest = _log2_size(num_requests)
+            if not record.is_idle:
+                record.is_idle, record.wait = True, MAX_WAIT
+            record.wait -= 1.0
+            if record.wait <= 0:
+                self._begin_probe(record, context_rows, num_requests)
 
     def _rate(self, key: DraftKey | None, num_requests: int) -> float:
         """Tokens of a class in the time of a plain round: drafted where that is more than one."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -112,8 +112,6 @@ class RoundRows:
             self._kv.features.index_copy_(0, dst, features.index_select(0, src))  # type: ignore[union-attr, arg-type]
 
 
-TEXT_TURNS = "text"
-"""In place of a slot's name: requests that the text drafter at the drafters' side drafts for in this round."""
 MAX_BACKLOG_ROWS = 32
 """More new rows than this in one request are ingested before the drafting pass."""
 
@@ -301,12 +299,12 @@ class DecodeRunner:
         """
         start = self._timer()
         batch = self._prepare(requests)
-        keys, by_slot = self._wanted(batch)
+        keys, by_slot, text_rows = self._wanted(batch)
         found = None
-        if self._graphed is not None:
+        if self._graphed is not None and not text_rows:  # no graph has their host work
             found = self._run_graphed(self._graphed, batch, keys, by_slot, prompts)
         if found is None:
-            found = self._run_eagerly(batch, keys, by_slot, prompts)
+            found = self._run_eagerly(batch, keys, by_slot, text_rows, prompts)
         draft, model_s, verify_s = found.draft, found.draft.model_s + self._catch_up_s, found.verify_s
         self.num_rows = draft.tree.token_ids.numel()
         if prompts is not None:
@@ -333,7 +331,7 @@ class DecodeRunner:
     ) -> RoundResult | None:
         requests, groups = batch.requests, []
         for slot, rows in by_slot.items():
-            drafter = None if slot == TEXT_TURNS else self._slots.drafter(slot)
+            drafter = self._slots.drafter(slot)
             if drafter is None or not self._has_caught_up(batch, slot, rows):
                 return None
             groups.append((drafter, rows))
@@ -347,14 +345,19 @@ class DecodeRunner:
         return found
 
     def _run_eagerly(
-        self, batch: _Batch, keys: list[DraftKey | None], by_slot: dict[str, list[int]], prompts: PromptRows | None
+        self,
+        batch: _Batch,
+        keys: list[DraftKey | None],
+        by_slot: dict[str, list[int]],
+        text_rows: list[int],
+        prompts: PromptRows | None,
     ) -> RoundResult:
         requests, table = batch.requests, self._table(batch)
         lens, device = [r.context_len for r in requests], self._target.device
         anchors, context_lens = upload_all(([r.tokens[at] for r, at in zip(requests, lens, strict=True)], lens), device)
         num_keys = max(lens)
         committed = table[:, :num_keys]
-        draft = self._draft(batch, keys, by_slot, committed, anchors, sum(lens))
+        draft = self._draft(batch, keys, by_slot, text_rows, committed, anchors, sum(lens))
         draft.longest_context = num_keys
         tree = draft.tree
 
@@ -450,12 +453,12 @@ class DecodeRunner:
         drafter = self._slots.drafter(slot)
         return drafter is not None and drafter.caps.num_slots > 0
 
-    def _wanted(self, batch: _Batch) -> tuple[list[DraftKey | None], dict[str, list[int]]]:
-        """The round's keys, and the requests that the policy wants drafted, by slot or TEXT_TURNS."""
+    def _wanted(self, batch: _Batch) -> tuple[list[DraftKey | None], dict[str, list[int]], list[int]]:
+        """The round's keys, and the requests that the policy wants drafted: by slot, and those from text."""
         requests = batch.requests
         self._catch_up_s, self._num_catch_up_rows = 0.0, 0
         if not batch.has_drafters:
-            return batch.keys, {}
+            return batch.keys, {}, []
         context_rows = sum(r.context_len for r in requests)
         # With one token left there is nothing to gain from a draft.
         keys = [k if r.token_limit - len(r.tokens) > 1 else None for k, r in zip(batch.keys, requests, strict=True)]
@@ -469,12 +472,13 @@ class DecodeRunner:
         horizons = [min(r.token_limit - len(r.tokens), max(64, r.num_output)) for r in requests]
         wants = self._policy.wants_draft(keys, context_rows, backlogs, horizons)
         by_slot: dict[str, list[int]] = {}
+        text_rows: list[int] = []
         for i, is_wanted in enumerate(wants):
             if is_wanted and has_turn[i]:
-                by_slot.setdefault(TEXT_TURNS, []).append(i)
+                text_rows.append(i)
             elif is_wanted and self._may_draft(requests[i], batch.slots[i]):  # type: ignore[arg-type]
                 by_slot.setdefault(batch.slots[i], []).append(i)  # type: ignore[arg-type]
-        return keys, by_slot
+        return keys, by_slot, text_rows
 
     def _text_keys(self, batch: _Batch, keys: list[DraftKey | None]) -> list[DraftKey | None]:
         """(B,) the text drafter's key where it expects something, None where not. Takes in what is new in the texts."""
@@ -487,30 +491,28 @@ class DecodeRunner:
                 if key is not None and text.expects(r.request_id, r.tokens, r.request.tenant):
                     found[i] = (text.caps.name, r.bucket, r.is_greedy)
         except Exception as e:  # a broken drafter costs speed, never a request
-            self._drop_text(f"expects raised {type(e).__name__}: {e}")
+            self._policy.drop_text(f"expects raised {type(e).__name__}: {e}")
             return [None] * len(keys)
         return found
-
-    def _drop_text(self, reason: str) -> None:
-        self._policy.drop_text(reason)
-        self._slots.num_failures += 1
 
     def _draft(
         self,
         batch: _Batch,
         keys: list[DraftKey | None],
         by_slot: dict[str, list[int]],
+        text_rows: list[int],
         table: torch.Tensor,
         anchors: torch.Tensor,
         context_rows: int,
     ) -> RoundDraft:
         """Draft for the wanted requests, after the backlogs that no typical round has. anchors: (B,) newest tokens."""
-        groups, group_slots = [], []
+        groups: list[DraftGroup] = []
+        group_slots: list[str | None] = []
+        if text_rows:
+            groups.append(self._text_group(batch, text_rows, table))
+            group_slots.append(None)
         for slot, rows in by_slot.items():
-            if slot == TEXT_TURNS:
-                group: DraftGroup | None = self._text_group(batch, rows, table)
-            else:
-                group = self._group(batch, slot, rows, table) if self._slots.drafter(slot) is not None else None
+            group = self._group(batch, slot, rows, table) if self._slots.drafter(slot) is not None else None
             if group is not None:
                 groups.append(group)
                 group_slots.append(slot)
@@ -518,13 +520,15 @@ class DecodeRunner:
         self._note_drafted(batch, draft, group_slots, [group.rows for group in groups])
         return draft
 
-    def _note_drafted(self, batch: _Batch, draft: RoundDraft, slots: list[str], rows: list[list[int]]) -> None:
-        """Mark what drafters have taken in, and those that failed; rows: of each group."""
+    def _note_drafted(
+        self, batch: _Batch, draft: RoundDraft, slots: Sequence[str | None], rows: list[list[int]]
+    ) -> None:
+        """Mark what drafters have taken in, and those that failed. slots, rows: of each group; None is the text drafter."""
         for i, (slot, own) in enumerate(zip(slots, rows, strict=True)):
             reason = draft.failures.get(i)
-            if slot == TEXT_TURNS:
+            if slot is None:
                 if reason is not None:
-                    self._drop_text(reason)
+                    self._policy.drop_text(reason)
             elif reason is not None:
                 self._slots.mark_failed(slot, reason)
             elif draft.is_drafted[own[0]]:

@@ -62,10 +62,12 @@ class EngineProbe:
         if self._target.kernels.is_reference:
             return []
         jobs = [_job("acceptance", lambda: self.accept(policy.config.max_draft_tokens + 1))]
-        if policy.device_trees is not None and drafter is not None and drafter.caps.num_slots > 0:
-            jobs.append(_job("trees", lambda: self.build(policy, drafter, is_expanded=False)))
-            if drafter.caps.is_reentrant and policy.config.max_frontier > 0:
-                jobs.append(_job("re-entered trees", lambda: self.build(policy, drafter, is_expanded=True)))
+        for own in (drafter, policy.text):
+            if policy.device_trees is None or own is None or own.caps.num_slots == 0:
+                continue
+            jobs.append(_job("trees", functools.partial(self.build, policy, own, is_expanded=False)))
+            if own.caps.is_reentrant and policy.config.max_frontier > 0:
+                jobs.append(_job("re-entered trees", functools.partial(self.build, policy, own, is_expanded=True)))
         return jobs
 
     def accept(self, max_width: int) -> None:

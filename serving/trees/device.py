@@ -498,8 +498,8 @@ class DeviceTrees:
             if is_expanded:
                 out.frontier_mass = out.frontier_mass or [0.0] * len(out.keys)
                 out.frontier_mass[row] = mass
-        if is_expanded:
-            out.num_cells = num_slots * NUM_RANK_CLASSES
+                out.num_cells = out.num_cells or [0] * len(out.keys)
+                out.num_cells[row] = num_slots * NUM_RANK_CLASSES
 
     # ---- rounds that are read once they are verified ------------------------------------------------------------
     def plan_nodes(

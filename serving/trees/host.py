@@ -242,8 +242,10 @@ class HostTrees:
         )  # what raises marks nothing as drafted
         if blocks.num_leaves:
             out.num_leaves += blocks.num_leaves
-            out.num_cells = blocks.num_slots * NUM_RANK_CLASSES
             out.frontier_mass = out.frontier_mass or [0.0] * len(keys)
+            out.num_cells = out.num_cells or [0] * len(keys)
+            for row in group.rows:
+                out.num_cells[row] = blocks.num_slots * NUM_RANK_CLASSES
             for owner, mass in blocks.frontier_mass.items():
                 out.frontier_mass[group.rows[owner]] += mass
         for row in group.rows:

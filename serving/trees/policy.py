@@ -1,7 +1,7 @@
 """Tree policy: which requests of a round draft, the trees they get, and what the round teaches.
 
 Shape legend: B requests of the round, N packed tree rows (roots included).
-The policy ties drafter, trees and budget together: ask `wants_draft`, build `DraftInputs` for those requests, call
+The policy ties drafter, trees and budget together: ask `turns` and `wants_draft`, build `DraftInputs` for those requests, call
 `draft`, verify, then `observe`. It never sees the verification's random numbers.
 """
 
@@ -60,17 +60,23 @@ class TreePolicy:
         if kernels is not None and not kernels.is_reference and config.policy != "bundle":
             self.device_trees = DeviceTrees(*common, kernels)
         self.text: TextDrafter | None = None if config.mix == "none" else make_text_drafter(config.mix)
-        """Drafts in place of a drafter with weights where a text goes on as it did before; None = the mix is none."""
+        """Drafts in place of a drafter with weights where a text goes on as it did before; None = the mix is none, or it failed."""
+        self.text_failures: dict[str, str] = {}
+        """Its name -> why it drafts no more."""
 
     def drop_text(self, reason: str) -> None:
         """Go on without the text drafter, which has failed."""
         logger.error("the text drafter failed, drafters with weights go on without it: %s", reason)
-        self.text = None
+        assert self.text is not None
+        self.text_failures[self.text.caps.name], self.text = reason, None
 
     def release(self, request_id: str) -> None:
         """Forget what is kept for a request that has ended."""
         if self.text is not None:
-            self.text.release(request_id)
+            try:
+                self.text.release(request_id)
+            except Exception as e:  # a broken drafter costs speed, never a request
+                self.drop_text(f"release raised {type(e).__name__}: {e}")
 
     def turns(
         self, keys: list[DraftKey | None], text_keys: list[DraftKey | None], context_rows: int
@@ -123,7 +129,8 @@ class TreePolicy:
         except Exception as e:  # what they proposed may be at fault, and drafting again could fail again
             names = ", ".join(sorted({g.drafter.caps.name for g in groups}))
             logger.exception(_FAILED, names, ", ".join(i for g in groups for i in g.inputs.request_ids))
-            failures = {i: f"{type(e).__name__}: {e}" for i in range(len(groups))} | out.failures
+            blamed = [i for i, g in enumerate(groups) if g.drafter is not self.text] or range(len(groups))
+            failures = {i: f"{type(e).__name__}: {e}" for i in blamed} | out.failures
             model_s, out = out.model_s, plain_round(keys, anchor_token_ids, context_rows)
             out.failures, out.model_s = failures, model_s
         out.draft_s = self._timer() - start
@@ -205,8 +212,11 @@ class TreePolicy:
             accepted = np.array([row for path, _ in paths for row in path])
             self._calibration.observe(draft.tree, draft.keys, draft.is_drafted, accepted)
             if draft.frontier_mass:
-                cells, first = draft.tree.cell_list(), draft.num_cells
-                reentered = [sum(cells[row] >= first for row in path) for path, _ in paths]
+                cells = draft.tree.cell_list()
+                reentered = [
+                    sum(cells[row] >= first for row in path) if first else 0
+                    for (path, _), first in zip(paths, draft.num_cells, strict=True)
+                ]
         self.budget.observe(
             RoundObservation(
                 keys=draft.keys,

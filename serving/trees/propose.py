@@ -49,8 +49,8 @@ class RoundDraft:
     longest_context: int | None = None
     """Rows of the request with most of them; None: not told."""
     num_new_rows: int = 0
-    num_cells: int = 0
-    """Cells of the first block: cells beyond belong to re-entered blocks."""
+    num_cells: list[int] = field(default_factory=list)
+    """(B,) cells of each request's first block, cells beyond belong to re-entered blocks; empty when none was."""
     frontier_mass: list[float] = field(default_factory=list)  # (B,) or empty
 
     @staticmethod

@@ -38,6 +38,19 @@ def test_an_hour_without_a_shift_costs_at_most_one_percent(seed, bank_s):
     assert w.controller.snapshot().drift_alarms == {"a": 0, "b": 0}
 
 
+@pytest.mark.parametrize(("length", "ceiling"), [(2.3, 3.2), (3.0, 4.0)])
+def test_drafts_that_are_long_already_are_tried_at_the_income_s_expense_and_become_longer(length, ceiling):
+    w = World(
+        config=PolicyConfig(epoch_s=10.0), mix=lambda t: {"c": 1.0}, lengths={"c": length}, ceilings={"c": ceiling}
+    )
+    while not w.of("train") and w.t < 7200:
+        w.step()
+    first = w.of("train")[0]
+    assert first.expected_cost_s is not None and first.expected_cost_s <= 0.01 * w.t
+    w.run(3 * 3600 - w.t)
+    assert _net(w) > 0.05 * 3 * 3600
+
+
 def test_known_training_rows_of_the_first_drafter_spare_the_first_try_for_long():
     learned = {FIRST: {"a": 200_000, "b": 200_000}}
     w = _world(lambda t: {"a": 0.5, "b": 0.5}, learned=learned, round_s=0.1, step_s=5.0)

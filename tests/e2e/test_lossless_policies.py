@@ -1,4 +1,4 @@
-"""Text does not depend on the tree policy, on a suffix drafter or on mixing either."""
+"""Text does not depend on the tree policy, on a suffix drafter or on whose turn it is either."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_seeded_sampled_output_is_the_same_as_without_drafting(name, options, nu
         assert outputs.tokens[f"r{i}"] == list(want), f"request {i}: {SAMPLED[i]}"
 
 
-def test_mixing_accepts_more_than_a_useless_model_alone_and_keeps_nothing_of_ended_requests():
+def test_turns_of_text_accept_more_than_a_useless_model_alone_and_keeps_nothing_of_ended_requests():
     accepted = {}
     for mix in ("none", "suffix-recent"):
         engine, last = make_engine(make_drafter("rejected"), policy="ddtree", mix=mix), {}

@@ -90,13 +90,13 @@ def test_a_log_without_feedback_says_what_is_missing(tmp_path):
 def _jobs(count: int, share: float, noise: float = 0.0) -> list[LoggedJob]:
     """Jobs whose gain is `share` of what the prior's curve says without limit."""
     from paceline.bandit.beliefs.gain_model import learned_share
-    from paceline.bandit.replay.gain_fit import gap
+    from paceline.bandit.policies.pricing import headroom_of
 
     rng = np.random.default_rng(0)
     out = []
     for i in range(count):
         rows = int(rng.integers(1000, 12_000))
-        gain = share * gap(1.5, 2.5) * learned_share(rows) + noise * rng.standard_normal()
+        gain = share * headroom_of(1.5, 2.5) * learned_share(rows) + noise * rng.standard_normal()
         out.append(
             LoggedJob(
                 ts=float(i), bucket="ab"[i % 2], arm=msgspec.structs.replace(FULL, num_rows=rows), base_version="v0",

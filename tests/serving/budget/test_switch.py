@@ -293,6 +293,40 @@ def test_a_drafter_that_loses_does_not_take_the_texts_turns_along():
     assert late[::2].count(TEXT) > 0.95 * len(late[::2]) and late[1::2].count(None) > 0.95 * len(late[1::2])
 
 
+def test_text_is_tried_again_where_several_buckets_know_as_little_of_it():
+    ctrl, keys, texts = plain_controller(), [KEY, ("v1", "law", True)], [TEXT, ("suffix", "law", True)]
+    asked = []
+    for at in range(4 * MAX_WAIT):
+        own = ctrl.turns(keys, texts, 200)
+        wants = ctrl.wants_draft(own, 200, [1, 1], [64, 64])
+        is_text = [w and key == text for w, key, text in zip(wants, own, texts, strict=True)]
+        asked += [at] if any(is_text) else []
+        round_s = 10e-3 + 2e-3 * sum(wants)
+        ctrl.observe(
+            RoundObservation(
+                keys=own, is_drafted=wants, num_nodes=[4 * w for w in wants],
+                num_accepted_tokens=[2 if w and not t else 0 for w, t in zip(wants, is_text, strict=True)],
+                context_rows=200, draft_s=round_s - 10e-3, verify_s=10e-3, round_s=round_s, has_text_turns=any(is_text),
+            )
+        )  # fmt: skip
+    assert np.diff(asked).max() <= MAX_WAIT + 5 and asked[-1] > 2 * MAX_WAIT
+
+
+def test_a_trial_of_text_leaves_the_other_requests_to_their_drafter():
+    ctrl, num = plain_controller(), 16
+    keys, texts = [KEY] * num, [TEXT] * num
+    serve(ctrl, keys, 2 * TRIAL_ROUNDS, lambda _, n: 10e-3 + 1e-4 * n, lambda _, n: 3)
+    own = ctrl.turns(keys, texts, 100 * num)
+    assert own.count(TEXT) == PROBE_REQUESTS and own.count(KEY) == num - PROBE_REQUESTS
+    assert sum(ctrl.wants_draft(own, 100 * num, [1] * num, [64] * num)) == num
+
+
+def test_a_drafter_is_asked_again_while_the_text_has_every_turn():
+    found, _, _ = take_turns(plain_controller(), lambda _: True, {TEXT: (4, 11e-3), KEY: (1, 13e-3)}, 3 * MAX_WAIT)
+    asked = [i for i, key in enumerate(found) if key == KEY]
+    assert asked[-1] > 2 * MAX_WAIT and len(asked) < 0.03 * len(found)
+
+
 def test_what_text_turns_take_says_nothing_of_the_drafters_costs():
     ctrl = plain_controller()
     ctrl.costs.draft.calibrate(lambda n: 4e-3, max_size=4)
