@@ -354,6 +354,25 @@ def test_a_swap_to_the_prepared_twin_drafts_by_its_own_graphs():
     assert drafter._graphs is not None and drafter._is_graphed
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@ROUNDS
+def test_rounds_of_a_text_drafter_come_between_those_by_graph(family, temperatures, monkeypatch):
+    monkeypatch.setenv(ISA_VARIABLE, "none")
+    prompts, target = make_prompts(3, temperatures), make_target(STATIC_KERNELS)
+    tree, backend = dataclasses.replace(TREE, mix="suffix"), CountingGraphs()
+    policy = DevicePolicy(tree, vocab_size=target.vocab_size, kernels=target.kernels)
+    asked, propose = [], policy.text.propose
+    monkeypatch.setattr(policy.text, "propose", lambda inputs: asked.append(1) or propose(inputs))
+    slots = DrafterSlots(build_family(family, target)(), "v1")
+    engine = make_engine(target, slots, backend, policy, tree=tree)
+    replays = backend.num_replays
+    assert generate(engine, prompts, max_tokens=40) == generate(
+        make_engine(make_target(), DrafterSlots()), prompts, max_tokens=40
+    )
+    assert engine.stats()["num_drafter_failures"] == 0
+    assert asked and backend.num_replays > replays
+
+
 def test_no_graphs_are_made_on_the_cpu_by_default():
     engine = make_engine(make_target(), DrafterSlots())
     assert engine.graphs is None and engine.stats()["num_graphs"] == 0
