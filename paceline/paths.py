@@ -183,10 +183,12 @@ def check_output(path: Path | None, option: str) -> Path | None:
         return None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        is_new = not path.exists()
-        path.open("a").close()
-        if is_new:
-            path.unlink()
+        if path.exists():
+            path.open("a").close()
+        else:  # by another name: a reader that waits for this one must not find it empty
+            probe = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+            probe.open("x").close()
+            probe.unlink()
     except OSError as e:
         raise ConfigError(f"{option} must name a file that can be written, got {path}: {e.strerror}") from e
     return path

@@ -156,11 +156,11 @@ def test_fewer_replicas_at_most_than_at_least_are_refused_before_torch_is_loaded
 def test_serve_hands_what_was_typed_to_the_service(monkeypatch):
     found = []
     monkeypatch.setattr(serve_command, "serve_forever", lambda config, console: found.append(config))
-    words = ["serve", "--tree-policy", "bastion", "--max-draft-tokens", "32", "--mix", "suffix", "--drafter", "suffix-recent", "--replicas", "2", "--no-resume"]  # fmt: skip
+    words = ["serve", "--tree-policy", "bastion", "--max-draft-tokens", "32", "--mix", "suffix", "--drafter", "eagle3", "--replicas", "2", "--no-resume"]  # fmt: skip
     assert RUN.invoke(app, words, catch_exceptions=False).exit_code == 0
     tree = found[0].engine.tree
     assert (tree.policy, tree.max_draft_tokens, tree.mix) == ("bastion", 32, "suffix")
-    assert (found[0].drafter, found[0].num_replicas) == ("suffix-recent", 2)
+    assert (found[0].drafter, found[0].num_replicas) == ("eagle3", 2)
     with pytest.raises(ConfigError, match=r"^replicas must be in \[1, 1024\], got 0$"):
         RUN.invoke(app, ["serve", "--replicas", "0"], catch_exceptions=False)
 

@@ -134,6 +134,8 @@ def test_a_mix_without_a_drafter_to_mix_with_is_refused_with_what_to_give_instea
     assert ServeOptions(changes={"drafter": mix}).service().drafter == mix
     with pytest.raises(ConfigError, match=f"mix must be none with drafter none .*give drafter {mix}.*, got '{mix}'"):
         ServeOptions(changes={"drafter": "none", "engine.tree.mix": mix}).service()
+    with pytest.raises(ConfigError, match=f"mix must be none with drafter suffix-recent .*, got '{mix}'"):
+        ServeOptions(changes={"drafter": "suffix-recent", "engine.tree.mix": mix}).service()
 
 
 def test_relative_paths_become_those_of_this_process_and_names_stay(tmp_path, monkeypatch):
