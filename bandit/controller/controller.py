@@ -110,7 +110,7 @@ class Controller:
         return decisions
 
     def _view(self, now: float, context: HostContext) -> View:
-        return build_view(self._state, self._config, self._arms, context, now, balance_s=self.bank().balance_s)
+        return build_view(self._state, self._config, self._arms, context, now, bank=self.bank())
 
     def _choose(self, view: View) -> Choice:
         state = self._state

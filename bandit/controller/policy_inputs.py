@@ -7,6 +7,7 @@ from paceline.bandit.beliefs.ratio import RatioSums
 from paceline.bandit.beliefs.regime import MixRegime
 from paceline.bandit.controller.epoch import bucket_beliefs, pooled_beliefs
 from paceline.bandit.controller.state import ControllerState
+from paceline.bandit.ledger.ledger import Bank
 from paceline.bandit.policies.memory import HedgeWeights
 from paceline.bandit.policies.pricing import price_jobs, price_recalls, recall_rates, staleness_rates, version_losses
 from paceline.bandit.policies.view import View
@@ -21,9 +22,9 @@ def build_view(
     context: HostContext,
     now: float,
     *,
-    balance_s: float,
+    bank: Bank,
 ) -> View:
-    """The view at `now`; `balance_s` is what the bank holds."""
+    """The view at `now`."""
     each = bucket_beliefs(state, config, context)
     beliefs, pools = pooled_beliefs(state, context, each)
     regime = state.regime if state.regime is not None else MixRegime(now)
@@ -67,8 +68,8 @@ def build_view(
             if job.bucket not in context.frozen
         ),
         recalls=tuple(recalls),
-        balance_s=balance_s,
-        income_left_s=state.income_s - state.ledger.totals.spent_s() - state.reserved_s(),
+        balance_s=bank.balance_s,
+        income_left_s=bank.income_left_s,
         horizon_s=horizon,
         since_job_s=now - state.last_job_started,
         is_job_running=context.job_running or state.job is not None,

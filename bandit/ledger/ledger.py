@@ -101,6 +101,11 @@ class Bank(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.start_s, self.income_s)
 
     @property
+    def income_left_s(self) -> float:
+        """The income so far, less everything that was spent or is held, whatever was saved."""
+        return self.income_s - self.spent_s - self.reserved_s
+
+    @property
     def balance_s(self) -> float:
         saved = self.saved_s - self.saved_error_s if self.saved_s > 0 else self.saved_s
         return self.credit_s + max(saved, min(self.saved_s, 0.0)) - self.spent_s - self.reserved_s

@@ -266,11 +266,7 @@ class Switch:
             if record.num_times < 1:
                 record.time = self._forecast(record.nodes, context_rows, num_requests)
             if record.state == "off":
-                if id(record) not in waited:  # several new classes wait together
-                    waited.add(id(record))
-                    record.wait -= max(1.0, len(own) / WAIT_REQUESTS)
-                    if record.wait <= 0:
-                        self._begin_probe(record, context_rows, num_requests)
+                self._count_down(record, len(own), waited, context_rows, num_requests)
             elif record.left == 0:
                 rival = max(self._rate(drafter, num_requests) for drafter in {keys[i] for i in own})
                 if record.tokens < rival * (record.time or 1.0):
@@ -293,15 +289,24 @@ class Switch:
         waited = {id(self.record(key, num_requests)) for key in set(found) if key is not None}
         for key in drafters:
             record = None if key is None else self.record(key, num_requests)
-            if key is None or record is None or id(record) in waited or record.left > 0:
+            if record is None or id(record) in waited or record.left > 0:
                 continue
-            waited.add(id(record))
             self._class(self._classes, key).latest = _log2_size(num_requests)
             if not record.is_idle:
                 record.is_idle, record.wait = True, MAX_WAIT
-            record.wait -= 1.0
-            if record.wait <= 0:
-                self._begin_probe(record, context_rows, num_requests)
+            self._count_down(record, 1, waited, context_rows, num_requests)
+
+    def _count_down(
+        self, record: Record, num_waiting: int, waited: set[int], context_rows: int, num_requests: int
+    ) -> None:
+        """One round nearer to the next probe, which begins at 0. waited: ids of the records that have waited in this round;
+        several new classes share one."""
+        if id(record) in waited:
+            return
+        waited.add(id(record))
+        record.wait -= max(1.0, num_waiting / WAIT_REQUESTS)
+        if record.wait <= 0:
+            self._begin_probe(record, context_rows, num_requests)
 
     def _rate(self, key: DraftKey | None, num_requests: int) -> float:
         """Tokens of a class in the time of a plain round: drafted where that is more than one."""
@@ -336,11 +341,8 @@ class Switch:
             record = self.record(key, num_requests)
             if record.num_times < 1:
                 record.time = self._forecast(record.nodes, context_rows, num_requests)
-            if record.left == 0 and record.is_idle and id(record) not in waited:
-                waited.add(id(record))  # several new classes wait together
-                record.wait -= max(1.0, len(own) / WAIT_REQUESTS)
-                if record.wait <= 0:
-                    self._begin_probe(record, context_rows, num_requests)
+            if record.left == 0 and record.is_idle:
+                self._count_down(record, len(own), waited, context_rows, num_requests)
             (probed if record.left > 0 else known).append((record, own))
         rate = self._switch(known, context_rows, num_requests)
         state = self._size(num_requests)
