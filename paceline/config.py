@@ -100,6 +100,11 @@ class EngineConfig:
     max_class_versions: A[int, Setting(ge=0, le=24)] = 4
     """Drafter versions of single classes that a replica holds beside the live one, its successor and the first; each takes
     its weights, and its part of every row of kv_bytes. Classes beyond that are served by the live version."""
+    max_class_deltas: A[int, Setting(ge=0, le=64)] = 0
+    """Versions of single classes that a replica holds as deltas of the first drafter, all drafted in one pass; each takes its
+    factors alone. 0 = none: classes learn whole versions."""
+    delta_rank: A[int, Setting(ge=1, le=128)] = 32
+    """Rank of the deltas that classes learn."""
     num_threads: A[
         int | None,
         Setting(

@@ -264,6 +264,8 @@ class DrafterManifest(msgspec.Struct, frozen=True, kw_only=True):
     num_train_rows: int
     metrics: dict
     created: float
+    delta_of: str | None = None
+    """The version whose weights this one adds to; its own are then the factors alone. None: they are whole."""
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -409,13 +411,15 @@ class ArmSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     parameters: str
-    """'calibration' | 'head' | 'full'."""
+    """'calibration' | 'head' | 'full' | 'lora'."""
     num_rows: int
     """Fresh supervised rows that a burst reads at most (the newest of the bucket)."""
     rehearsal_share: float = 0.125
     """Rehearsal requests from other buckets, as a share of all steps."""
     learning_rate: float = 5e-4
     """Of every step behind the warm-up."""
+    rank: int = 0
+    """Of the factors that `lora` learns."""
 
 
 class BurstPlan(msgspec.Struct, frozen=True, kw_only=True):

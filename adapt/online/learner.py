@@ -8,23 +8,28 @@ Shape legend: P numbers of one parameter, R requests read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
 
 from paceline.adapt.data.learning_text import count_rows, request_digest
+from paceline.adapt.families.low_rank import add_factors
 from paceline.adapt.families.target_handle import TargetTables
 from paceline.adapt.families.training import StepReport, TrainingRun, training_family
 from paceline.adapt.gate.gate import Evidence
 from paceline.bootstrap import UNSCORED_REQUESTS
 from paceline.contracts import ArmSpec
 from paceline.errors import ConfigError, DrafterMismatchError
+from paceline.serving.drafters.deltas import merge
 from paceline.serving.drafters.network import DrafterModel
 from paceline.serving.sampling.request import RequestTrace
 
-MAX_LEARNING_RATE = 2e-3
+LORA = "lora"
+"""Choice of parameters that learns a delta: factors beside linear layers, which stay."""
+MAX_LEARNING_RATE, MAX_DELTA_RATE = 2e-3, 1e-2
+"""Of whole weights and of a delta's factors, whose products begin at zero."""
 WARMUP_STEPS = 8
 AVERAGED_STEPS = UNSCORED_REQUESTS
 """Steps whose weights make the mean, about: a decaying mean, plain while the learner is younger."""
@@ -35,12 +40,23 @@ _BETA_FACTOR = 40.0
 """Learning rate of the calibration scalars over that of the weights; a learner has few steps to settle them."""
 
 
-def select_parameters(model: DrafterModel, parameters: str) -> list[str]:
-    """Freeze everything but the arm's parameters; return their names. Raises ConfigError for an unknown choice."""
+def select_parameters(
+    model: DrafterModel, arm: ArmSpec, *, seed: int = 0, factors: Mapping[str, torch.Tensor] | None = None
+) -> list[str]:
+    """Freeze everything but the arm's parameters, which `lora` gives the model; return their names.
+
+    seed, factors: as in `add_factors`.
+    Raises: ConfigError for an unknown choice; DrafterMismatchError for factors of another drafter.
+    """
     arms = training_family(model.drafter_type).arms
-    if parameters not in arms:
-        raise ConfigError(f"arm.parameters must be one of {', '.join(arms)}, got {parameters!r}")
-    prefixes = arms[parameters]
+    if arm.parameters not in (*arms, LORA):
+        raise ConfigError(f"arm.parameters must be one of {', '.join((*arms, LORA))}, got {arm.parameters!r}")
+    if arm.parameters == LORA and arm.rank < 1:
+        raise ConfigError(f"arm.rank must be >= 1 for {LORA}, got {arm.rank}")
+    if arm.parameters == LORA:
+        prefixes: tuple[str, ...] | None = tuple(add_factors(model, arm.rank, seed, factors))
+    else:
+        prefixes = arms[arm.parameters]
     names = []
     for name, p in model.named_parameters():
         p.requires_grad_(prefixes is None or name.startswith(prefixes))
@@ -52,21 +68,31 @@ def select_parameters(model: DrafterModel, parameters: str) -> list[str]:
 class Learner:
     """A model that learns in place, its optimizer, what it has read, and the evidence for it."""
 
-    def __init__(self, model: DrafterModel, tables: TargetTables, arm: ArmSpec, *, seed: int) -> None:
+    def __init__(
+        self,
+        model: DrafterModel,
+        tables: TargetTables,
+        arm: ArmSpec,
+        *,
+        seed: int,
+        factors: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         """Begin at the model's weights.
 
         Args:
             tables: of the target, on the model's device.
             seed: of the random choices of every step.
-        Raises: ConfigError for an arm that is not allowed.
+            factors: of the delta that `lora` begins with; None = nothing is added yet.
+        Raises: ConfigError for an arm that is not allowed; DrafterMismatchError for factors of another drafter.
         """
-        if not 0 < arm.learning_rate <= MAX_LEARNING_RATE:
-            raise ConfigError(f"arm.learning_rate must be in (0, {MAX_LEARNING_RATE:g}], got {arm.learning_rate:g}")
+        most = MAX_DELTA_RATE if arm.parameters == LORA else MAX_LEARNING_RATE
+        if not 0 < arm.learning_rate <= most:
+            raise ConfigError(f"arm.learning_rate must be in (0, {most:g}], got {arm.learning_rate:g}")
         if not 0 <= arm.rehearsal_share < 1:
             raise ConfigError(f"arm.rehearsal_share must be in [0, 1), got {arm.rehearsal_share:g}")
         self.arm, self.model = arm, model
-        names = select_parameters(model, arm.parameters)
-        trains_backbone = training_family(model.drafter_type).arms[arm.parameters] is None
+        names = select_parameters(model, arm, seed=seed, factors=factors)
+        trains_backbone = arm.parameters in ("full", LORA)
         self._run = TrainingRun(
             model,
             tables,
@@ -132,8 +158,16 @@ class Learner:
         return report
 
     def snapshot(self) -> dict[str, torch.Tensor]:
-        """What would serve: all weights, the trained ones as the mean of the newest steps; shared, not copied."""
-        return {**self.model.state_dict(), **self._mean}
+        """What would serve: all weights, the trained ones as the mean of the newest steps; shared, where they are not a
+        delta's, not copied."""
+        state = {**self.model.state_dict(), **self._mean}
+        if self.arm.parameters != LORA:
+            return state
+        return merge({name: t for name, t in state.items() if name not in self._mean}, self._mean)
+
+    def factors(self) -> dict[str, torch.Tensor] | None:
+        """The delta that would serve; None where whole weights are learned."""
+        return dict(self._mean) if self.arm.parameters == LORA else None
 
     # ---- state
 

@@ -24,7 +24,7 @@ from paceline.adapt.families.target_handle import TargetTables, load_target_hand
 from paceline.adapt.gate.gate import Finding, score_version
 from paceline.adapt.gate.shadow import ShadowStoppedError, shadow_scores
 from paceline.adapt.online.burst import Burst
-from paceline.adapt.online.learner import Learner
+from paceline.adapt.online.learner import LORA, Learner
 from paceline.adapt.online.learner_store import LearnerKey, LearnerStore
 from paceline.adapt.versions.registry import DrafterRegistry, check_finite
 from paceline.bootstrap import SCORED_TOGETHER
@@ -180,11 +180,16 @@ def _run(
     base = registry.get_manifest(job.base_version)
     base_state = registry.load_state(job.base_version, target_version=target.version)
     key = LearnerKey(job.bucket, base.drafter_type, job.base_version, target.version, job.arm.parameters)
+    whole, whole_state, factors = job.base_version, base_state, None
+    if job.arm.parameters == LORA and base.delta_of is not None:  # the same delta learns on
+        whole, factors = base.delta_of, registry.load_own(job.base_version)
+        whole_state = registry.load_state(whole, target_version=target.version)
 
     def new_learner() -> Learner:
-        model = build_model({**base.config, "drafter_type": base.drafter_type}, base_state)
+        model = build_model({**base.config, "drafter_type": base.drafter_type}, whole_state)
         model.to(target.device)
-        made = Learner(model, TargetTables.of(target, torch.device(target.device)), job.arm, seed=job.seed)
+        tables = TargetTables.of(target, torch.device(target.device))
+        made = Learner(model, tables, job.arm, seed=job.seed, factors=factors)
         if learners is not None:
             made.seen = dict.fromkeys(learners.learned_by(job.base_version))
         return made
@@ -220,9 +225,12 @@ def _run(
     if not burst.scored and (watch.reason or not burst.num_learned):
         raise ShadowStoppedError
     finding = learner.evidence.finding(job.min_gain)
-    state = {name: t.detach().cpu().clone() for name, t in learner.snapshot().items()}
+    own = learner.factors()
+    state = {name: t.detach().cpu().clone() for name, t in (learner.snapshot() if own is None else own).items()}
     check_finite(state)
     fields: dict = {"drafter_type": base.drafter_type, "config": base.config, "target_version": target.version}
+    if own is not None:
+        fields["delta_of"] = whole
     version = registry.version_of(state, **fields)
     rng = np.random.default_rng(job.seed)
     scores = learner.evidence.scores(version, job.base_version, rng) if learner.evidence.test.num_requests else None

@@ -44,8 +44,11 @@ def check_finite(state: dict[str, torch.Tensor]) -> None:
             raise DrafterMismatchError(f"drafter tensor {name} must be finite; train it again or use another version")
 
 
-def _encode(state: dict[str, torch.Tensor], drafter_type: str, config: dict, target_version: str) -> bytes:
-    return pack_tensors(state, {"drafter_type": drafter_type, "config": config, "target_version": target_version})
+def _encode(
+    state: dict[str, torch.Tensor], drafter_type: str, config: dict, target_version: str, delta_of: str | None
+) -> bytes:
+    about = {"drafter_type": drafter_type, "config": config, "target_version": target_version}
+    return pack_tensors(state, about if delta_of is None else {**about, "delta_of": delta_of})
 
 
 class DrafterRegistry:
@@ -58,9 +61,16 @@ class DrafterRegistry:
         self._listed: dict[str, DrafterManifest] = {}
 
     @staticmethod
-    def version_of(state: dict[str, torch.Tensor], *, drafter_type: str, config: dict, target_version: str) -> str:
+    def version_of(
+        state: dict[str, torch.Tensor],
+        *,
+        drafter_type: str,
+        config: dict,
+        target_version: str,
+        delta_of: str | None = None,
+    ) -> str:
         """The version that `put` would give this content."""
-        return hashlib.sha256(_encode(state, drafter_type, config, target_version)).hexdigest()[:12]
+        return hashlib.sha256(_encode(state, drafter_type, config, target_version, delta_of)).hexdigest()[:12]
 
     def put(
         self,
@@ -74,16 +84,22 @@ class DrafterRegistry:
         bucket: str | None = None,
         num_train_rows: int = 0,
         metrics: dict | None = None,
+        delta_of: str | None = None,
     ) -> DrafterManifest:
         """Store weights and then their manifest; the same content twice gives the first manifest back.
 
+        delta_of: the whole version that `state`, factors of a delta, adds to.
         Raises: DrafterMismatchError when a value is not finite or the weights exceed the size cap; ManifestError when
         the parent is not in the registry; OSError when the store refuses.
         """
         check_finite(state)
         if parent is not None:
             self.get_manifest(parent)
-        data = _encode(state, drafter_type, config, target_version)
+        if delta_of is not None and self.get_manifest(delta_of).delta_of is not None:
+            raise DrafterMismatchError(
+                f"a delta must add to whole weights, got drafter {delta_of}, which is a delta itself"
+            )
+        data = _encode(state, drafter_type, config, target_version, delta_of)
         if len(data) > self._max_blob_bytes:
             raise DrafterMismatchError(f"drafter must be at most {self._max_blob_bytes} bytes, got {len(data)}")
         sha = hashlib.sha256(data).hexdigest()
@@ -106,6 +122,7 @@ class DrafterRegistry:
             num_train_rows=num_train_rows,
             metrics=metrics or {},
             created=self._clock.now(),
+            delta_of=delta_of,
         )
         write_atomic(self._fs, self._blob_path(sha), data)
         write_atomic(self._fs, self._manifest_path(version), msgspec.json.encode(manifest))
@@ -138,7 +155,18 @@ class DrafterRegistry:
         return manifest
 
     def load_state(self, version: str, *, target_version: str | None = None) -> dict[str, torch.Tensor]:
-        """Read weights and check size, sha256, shapes and finite values before anyone may use them.
+        """Whole weights of a version, those of a delta added to its base's; raises as `load_own`."""
+        manifest = self.get_manifest(version, target_version=target_version)
+        own = self.load_own(version, target_version=target_version)
+        if manifest.delta_of is None:
+            return own
+        from paceline.serving.drafters.deltas import merge
+
+        return merge(self.load_own(manifest.delta_of, target_version=target_version), own)
+
+    def load_own(self, version: str, *, target_version: str | None = None) -> dict[str, torch.Tensor]:
+        """Read a version's own weights, of a delta its factors, and check size, sha256, shapes and finite values before anyone
+        may use them.
 
         Raises: DrafterMismatchError when the drafter was trained for another target or holds non-finite values;
         ManifestError when the weights are missing or differ from the manifest.

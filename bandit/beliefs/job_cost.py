@@ -6,7 +6,7 @@ import msgspec
 
 from paceline.contracts import ArmSpec
 
-TRAIN_PRIOR = {"calibration": (0.4, 0.1), "head": (0.6, 0.8), "full": (1.2, 1.5)}
+TRAIN_PRIOR = {"calibration": (0.4, 0.1), "head": (0.6, 0.8), "lora": (1.2, 1.5), "full": (1.2, 1.5)}
 """Parameter set -> (fixed seconds, seconds per 1,000 rows) on one CPU thread."""
 SHADOW_PRIOR = (0.2, 0.45)
 """The same of scoring, whatever is trained: every request is scored before it is learned."""

@@ -400,7 +400,9 @@ class Controller:
 
     def snapshot(self) -> PolicyView:
         """For dashboards; see bandit/controller/view.py."""
-        return policy_view(self._state, self._config, self._clock.now(), balance_s=self.bank().balance_s)
+        return policy_view(
+            self._state, self._config, self._clock.now(), arms=self._arms, balance_s=self.bank().balance_s
+        )
 
     def ledger_totals(self) -> LedgerTotals:
         """Sums of all entries ever booked; not to be changed."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 from msgspec import UNSET, UnsetType
 
@@ -11,6 +13,7 @@ from paceline.bandit.controller.epoch import bucket_beliefs
 from paceline.bandit.controller.state import ControllerState, JobRecord
 from paceline.bandit.ledger.totals import LedgerCell
 from paceline.config import PolicyConfig
+from paceline.contracts import ArmSpec
 
 
 class PolicyLedger(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +48,8 @@ class PolicyView(msgspec.Struct, frozen=True, kw_only=True):
     horizon_s: float
     """Expected remaining life of the traffic mix."""
     regime_starts: list[float]
+    arms: list[str]
+    """Names of the ways to train."""
     posterior: list[ArmPosterior]
     drift_alarms: dict[str, int]
     """Bucket -> alarms that its text changed."""
@@ -56,7 +61,9 @@ class PolicyView(msgspec.Struct, frozen=True, kw_only=True):
     num_rows_dropped: int
 
 
-def policy_view(state: ControllerState, config: PolicyConfig, now: float, *, balance_s: float) -> PolicyView:
+def policy_view(
+    state: ControllerState, config: PolicyConfig, now: float, *, arms: Sequence[ArmSpec], balance_s: float
+) -> PolicyView:
     """The view at `now`; `balance_s` is what the bank holds."""
     regime, totals = state.regime, state.ledger.totals
     return PolicyView(
@@ -69,6 +76,7 @@ def policy_view(state: ControllerState, config: PolicyConfig, now: float, *, bal
         regime_age_s=now - regime.start if regime is not None else 0.0,
         horizon_s=regime.horizon_s(now, config.horizon_s) if regime is not None else config.horizon_s,
         regime_starts=regime_starts(regime.start, regime.lengths) if regime is not None else [],
+        arms=[arm.name for arm in arms],
         posterior=arm_posteriors(state.gains),
         drift_alarms={name: bucket.num_alarms for name, bucket in state.buckets.items()},
         ledger=PolicyLedger(

@@ -63,7 +63,10 @@ class LearnerOptions:
         tuple[float, ...],
         Setting("Shares of the learner's steps that go over the known class; every rate runs with each."),
     ] = (0.125,)
-    parameters: A[str, Setting("What learns: full, head or calibration.")] = "full"
+    parameters: A[tuple[str, ...], Setting("What learns: full, head, calibration or lora; every choice runs.")] = (
+        "full",
+    )
+    rank: A[int, Setting("Rank of the factors that lora learns.", ge=1)] = 32
     num_prompts: A[int, Setting("Requests of a class that are learned.", ge=16)] = 96
     num_judged: A[int, Setting("Newest requests of a class that judge and are not learned.", ge=8)] = 32
     max_tokens: A[int, Setting("Output tokens of a request.", ge=8)] = 64
@@ -143,12 +146,9 @@ def _job(bench: _Bench, text: Sequence[RequestTrace]) -> tuple[float, dict[str, 
     num_held_out = int(len(text) * JOB_HELD_OUT)
     held_out, fresh = text[:num_held_out], text[num_held_out:]
     model = bench.model()
-    select_parameters(model, bench.options.parameters)
-    is_full = training_family(model.drafter_type).arms[bench.options.parameters] is None
-    loss = training_family(model.drafter_type).update_loss(model, is_full)
-    run = TrainingRun(
-        model, bench.tables, loss, beta_factor=40.0, max_rows=MAX_TRACE_ROWS, trains_backbone=is_full
-    )  # fmt: skip
+    select_parameters(model, ArmSpec(name="", parameters="full", num_rows=1))
+    loss = training_family(model.drafter_type).update_loss(model, True)
+    run = TrainingRun(model, bench.tables, loss, beta_factor=40.0, max_rows=MAX_TRACE_ROWS)
     rehearsal = list(itertools.islice(itertools.cycle(bench.known), len(fresh) // 2))
     mixed = [*fresh, *rehearsal]
     wanted = min(max(count_rows(mixed) // 32, 96), 1024)
@@ -175,12 +175,13 @@ def _job(bench: _Bench, text: Sequence[RequestTrace]) -> tuple[float, dict[str, 
     return time.process_time() - began, state
 
 
-def _learner(rate: float, share: float, marks: list[tuple[float, float]]) -> Arm:
+def _learner(parameters: str, rate: float, share: float, marks: list[tuple[float, float]]) -> Arm:
     def run(bench: _Bench, text: Sequence[RequestTrace]) -> tuple[float, dict[str, torch.Tensor]]:
         began = time.process_time()
         options = bench.options
         arm = ArmSpec(
-            name="", parameters=options.parameters, num_rows=count_rows(text), learning_rate=rate, rehearsal_share=share
+            name="", parameters=parameters, num_rows=count_rows(text), learning_rate=rate, rehearsal_share=share,
+            rank=options.rank,
         )  # fmt: skip
         learner = Learner(bench.model(), bench.tables, arm, seed=options.seed)
         burst = Burst(
@@ -231,10 +232,10 @@ def _compare(options: LearnerOptions, store: TraceStore) -> list[dict[str, Any]]
         text, judged = traces[: -options.num_judged], traces[-options.num_judged :]
         marks: dict[str, list[tuple[float, float]]] = {}
         arms: dict[str, Arm] = {"job": _job}
-        for rate, share in itertools.product(options.rates, options.rehearsal):
-            name = f"learner {rate:g}, rehearsal {share:g}"
+        for parameters, rate, share in itertools.product(options.parameters, options.rates, options.rehearsal):
+            name = f"learner {parameters} {rate:g}, rehearsal {share:g}"
             marks[name] = []
-            arms[name] = _learner(rate, share, marks[name])
+            arms[name] = _learner(parameters, rate, share, marks[name])
         seconds: dict[str, list[float]] = {name: [] for name in arms}
         weights: dict[str, dict[str, torch.Tensor]] = {}
         for _ in range(options.repeats):

@@ -550,7 +550,7 @@ class WeightPool:
         return [m.version for m in self._around.versions if m.version not in out]
 
     def _referred(self) -> set[str]:
-        """Versions that somebody serves, stages, trains from or would roll back to."""
+        """Versions that somebody serves, stages, trains from or would roll back to, and what deltas add to."""
         kept: set[str] = set()
         for desired in (self._state.desired, self._books.pending.desired):
             if desired is not None:
@@ -562,7 +562,8 @@ class WeightPool:
         }
         for report in self._around.reports:
             kept |= {report.version, report.canary_version, *report.slots.values()}
-        return kept
+        held = (m for m in self._around.versions if m.version not in self._state.evicted)
+        return kept | {m.delta_of for m in held if m.delta_of is not None}
 
     def tend(self) -> None:
         """Give up the least useful weights beyond the byte limit, then delete what an earlier commit gave up."""

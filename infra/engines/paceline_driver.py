@@ -45,16 +45,20 @@ class PacelineDriver:
         return slots.stage(version, {} if slots.is_resident(version) else self._read(version))
 
     def load(self, version: str) -> bool:
+        base = self.registry.get_manifest(version).delta_of
+        if base is not None and self.slots.takes_delta(base):
+            return self.slots.load_delta(version, lambda: self._read(version, is_whole=False))
         return self.slots.load(version, lambda: self._read(version))
 
-    def _read(self, version: str) -> dict[str, Any]:
-        """Weights of a version, whose acceptance length the engine is told first."""
+    def _read(self, version: str, *, is_whole: bool = True) -> dict[str, Any]:
+        """Weights of a version, or what it adds to its base's; the engine is told its acceptance length first."""
         manifest = self.registry.get_manifest(version)
         length = manifest.metrics.get("acceptance_length")
         if manifest.bucket is not None and length:
             tell = functools.partial(self.engine.policy.budget.foretell, version, manifest.bucket, float(length))
             self.engine.call_between_rounds(tell)
-        return self.registry.load_state(version, target_version=self.target_version)
+        read = self.registry.load_state if is_whole else self.registry.load_own
+        return read(version, target_version=self.target_version)
 
     def publish(self, version: str) -> float:
         return self.engine.call_between_rounds(lambda: self.slots.publish(version)).result(timeout=30.0)

@@ -11,6 +11,7 @@ from paceline.adapt.data.storage_calls import StorageCalls
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.data.trace_writer import TraceWriter
 from paceline.adapt.versions.registry import DrafterRegistry
+from paceline.bandit.beliefs.arms import default_arms
 from paceline.config import ServiceConfig, most_replicas
 from paceline.contracts import HttpMeters
 from paceline.errors import PacelineError, StorageHangsError
@@ -93,9 +94,12 @@ def make_slots(
         assert calls is not None
         log.error("%s: this replica begins with the drafter of %s, version=%s", e, folder, version)
         calls.later(registry.put, state, **about)
+    first, engine = build(), config.engine
+    if engine.max_class_deltas:
+        first.hold_deltas(engine.max_class_deltas, engine.delta_rank)
     return DrafterSlots(
-        live, version, first=build(), first_version=version, spawn=build,
-        num_class_slots=config.engine.max_class_versions,
+        live, version, first=first, first_version=version, spawn=build,
+        num_class_slots=engine.max_class_versions,
     )  # fmt: skip
 
 
@@ -114,6 +118,7 @@ def controller_spec(
         rollout=config.rollout,
         trace=config.trace,
         max_classes=config.engine.max_classes,
+        arms=default_arms(config.engine.delta_rank if config.engine.max_class_deltas else 0),
         target_version=target_version,
         first_version=first_version,
         start_s=config.trainer_resources.start_timeout_s,

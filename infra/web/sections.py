@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from paceline.bandit.beliefs.arms import default_arms
 from paceline.bandit.ledger.totals import LedgerCell
 from paceline.bandit.policies.table import POLICIES
 from paceline.contracts import Decision, LedgerEntry
@@ -65,7 +64,7 @@ def _head(state: Snapshot) -> dict[str, Any]:
     names = ("model", "target", "policy", "is_paused", "has_controller", "gen", "version", "first_version")
     return _fields(state, names) | {
         "policies": sorted({*POLICIES, *filter(None, [state.policy])}),  # the one in force may be another's class
-        "arms": [a.name for a in default_arms()],
+        "arms": state.bandit.arms if state.bandit is not None else [],
         "pinned": state.bandit.pinned if state.bandit is not None else None,
         "bank_s": state.bandit.bank_s if state.bandit is not None else None,
     }

@@ -42,29 +42,34 @@ class _Linear(Structure):
     _fields_ = [("weight", c_void_p), ("scale", c_void_p), ("num_in", c_int64), ("num_out", c_int64)]
 
 
+class _Delta(Structure):
+    _fields_ = [("down", c_void_p), ("up", c_void_p)]
+
+
 class _Layer(Structure):
     _fields_ = [
         *((name, _Linear) for name in ("qkv", "attention_out", "gate_up", "down")),
         *((name, c_void_p) for name in ("norm1", "norm2", "q_norm", "k_norm", "embed_norm")),
         ("shift", _Linear),
         *((name, c_int64) for name in ("tap", "norms_stream")),
+        *((name, _Delta) for name in ("attention_out_delta", "gate_up_delta", "down_delta")),
     ]
 
 
 class _Model(Structure):
     _fields_ = [
         ("layers", POINTER(_Layer)),
-        *((name, _Linear) for name in ("head", "condition", "context_kv")),
+        *((name, _Linear) for name in ("head", "condition", "context_kv")), ("head_delta", _Delta),
         *((name, c_void_p) for name in ("embedding", "final_norm", "condition_norm", "rope")),
         *((name, c_int64) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "num_taps")),
-        *((name, c_int64) for name in ("embed_size", "feature_size", "weights", "features", "uses_tiles", "block")),
+        *((name, c_int64) for name in ("embed_size", "feature_size", "weights", "features", "uses_tiles", "delta_rank", "block")),
         ("eps", c_float), ("scale", c_float),
     ]  # fmt: skip
 
 
 _BATCH_TENSORS = (
     "token_ids", "positions", "out_rows", "stream", "cu_rows", "context_lens", "slot_table", "table_rows", "cu_keys",
-    "key_rows", "ancestors", "logit_rows", "pool", "logits", "tapped", "features", "feature_positions", "feature_rows",
+    "key_rows", "ancestors", "logit_rows", "pool", "logits", "tapped", "features", "feature_positions", "feature_rows", "deltas",
 )  # fmt: skip
 
 
@@ -162,6 +167,26 @@ class PackedLinear:
         )
 
 
+class PackedDelta:
+    """What versions of a linear layer (O, K) add to its output, packed: factors (r, K) and (O, r) for each."""
+
+    def __init__(self, linear: PackedLinear, num_versions: int, rank: int) -> None:
+        """rank: a multiple of 32. Versions begin with zeros, which add nothing."""
+        pair, dtype = (1, LANES) if linear.weight.dtype == torch.float32 else (2, LANES, 2), linear.weight.dtype
+        self.down = pool_zeros((num_versions, rank // LANES, linear.num_in // pair[0], *pair[1:]), dtype)
+        self.up = pool_zeros((num_versions, linear.num_out // LANES, rank // pair[0], *pair[1:]), dtype)
+        self.rank = rank
+
+    def load(self, version: int, down: torch.Tensor, up: torch.Tensor) -> None:
+        """Replace the factors (r', K) and (O, r') of a version, r' <= r; `up` with the rows in the layer's order."""
+        for to, factor in ((self.down, down), (self.up, up)):
+            packed = pack_weight(factor.to(to.dtype))
+            to[version].zero_()[tuple(map(slice, packed.shape))].copy_(packed)
+
+    def record(self) -> _Delta:
+        return _Delta(self.down.data_ptr(), self.up.data_ptr())
+
+
 @dataclass(kw_only=True, slots=True)
 class NativeLayer:
     """Weights of a layer: q, k and v in one, gate and up interleaved by panels."""
@@ -182,6 +207,8 @@ class NativeLayer:
     """Of token embeddings (E,): `qkv` reads [normed embedding, normed row]."""
     norms_stream: bool = False
     """Whether the attention's output is added to the normed row."""
+    deltas: tuple[PackedDelta, PackedDelta, PackedDelta] | None = None
+    """Of `attention_out`, `gate_up` and `down`."""
 
     def products(self) -> tuple[PackedLinear, ...]:
         """Its linear layers, the shift apart."""
@@ -232,9 +259,18 @@ class NativeDecoder:
         num_taps: int = 0,
         block: int = 1,
         condition: Condition | None = None,
+        head_delta: PackedDelta | None = None,
     ) -> None:
         """rope: (P, Dh) float32, cosines of half a head, then sines. num_logits: V, without the head's padding."""
-        self._kept = (layers, head, embedding, final_norm, rope, condition)  # the records below point into them
+        self._kept = (
+            layers,
+            head,
+            embedding,
+            final_norm,
+            rope,
+            condition,
+            head_delta,
+        )  # the records below point into them
         self._num_logits, self._num_taps = num_logits, num_taps
         self._hidden = layers[0].norm1.numel()
         self._dtype = torch.float32 if embedding is None else embedding.dtype
@@ -245,10 +281,12 @@ class NativeDecoder:
         self._layers = (_Layer * len(layers))(*(self._layer_record(layer) for layer in layers))
         self._model = _Model(
             self._layers, *(_Linear() if p is None else p.record() for p in projections),
+            _Delta() if head_delta is None else head_delta.record(),
             *map(_address, (embedding, final_norm, None if condition is None else condition.norm, rope)),
             len(layers), self._hidden, num_heads, num_kv_heads, head_dim, layers[0].down.num_in, num_taps,
             0 if embedding is None else embedding.shape[1], 0 if condition is None else condition.feature_size,
-            _NUMBER_TYPES[layers[0].qkv.weight.dtype], _NUMBER_TYPES[self._dtype], int(isa == "amx"), block, eps, scale,
+            _NUMBER_TYPES[layers[0].qkv.weight.dtype], _NUMBER_TYPES[self._dtype], int(isa == "amx"),
+            0 if layers[0].deltas is None else layers[0].deltas[0].rank, block, eps, scale,
         )  # fmt: skip
         layer_bytes = sum(p.weight.numel() * p.weight.element_size() for p in layers[0].products())
         self._max_threads = max(1, layer_bytes // _THREAD_BYTES)
@@ -268,6 +306,7 @@ class NativeDecoder:
             *(x.record() for x in layer.products()),
             *map(_address, (layer.norm1, layer.norm2, layer.q_norm, layer.k_norm, layer.embed_norm)),
             _Linear() if layer.shift is None else layer.shift.record(), layer.tap, layer.norms_stream,
+            *(() if layer.deltas is None else (delta.record() for delta in layer.deltas)),
         )  # fmt: skip
 
     def run(
@@ -311,6 +350,7 @@ class NativeDecoder:
         table_rows: torch.Tensor | None = None,
         keys: tuple[torch.Tensor, torch.Tensor] | None = None,
         ancestors: torch.Tensor | None = None,
+        deltas: torch.Tensor | None = None,
         tail: int = -1,
         wants_logits: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -327,6 +367,7 @@ class NativeDecoder:
             table_rows: (B,) int64 row of the table of each request; None = its own.
             keys: (B + 1,) int64 offsets and pool rows of the keys behind each context; None = the rows' own.
             ancestors: (N, .) bool, which of those keys a row sees; None = causal.
+            deltas: (B,) int64 version whose additions a request's rows get, negative = none; None = nobody's.
             tail: rows of a request, its last ones, that go beyond the last layer's K/V; negative = all.
         Returns: (M, Dm) and (M, V), M = B * tail, or N.
         """
@@ -334,7 +375,7 @@ class NativeDecoder:
         logits = self._call(
             positions, cu_rows, context_lens, slot_table, out_rows, pool, num_last if wants_logits else 0,
             token_ids=token_ids, stream=stream, table_rows=table_rows, keys=keys, ancestors=ancestors, tail=tail,
-            features=features, new_context=new_context,
+            features=features, new_context=new_context, deltas=deltas,
         )  # fmt: skip
         return stream[:num_last], logits
 
@@ -368,6 +409,7 @@ class NativeDecoder:
         tapped: torch.Tensor | None = None,
         features: torch.Tensor | None = None,
         new_context: tuple[torch.Tensor, torch.Tensor] | None = None,
+        deltas: torch.Tensor | None = None,
         tail: int = -1,
     ) -> torch.Tensor:
         if (
@@ -388,7 +430,7 @@ class NativeDecoder:
             t if t is None or t.is_contiguous() else t.contiguous()
             for t in (
                 token_ids, positions, out_rows, cu_rows, context_lens, table_rows, cu_keys, key_rows, logit_rows,
-                feature_positions, feature_rows,
+                feature_positions, feature_rows, deltas,
             )
         ]  # fmt: skip
         if slot_table.dtype != torch.int64 or any(t is not None and t.dtype != torch.int64 for t in flat):

@@ -237,8 +237,11 @@ struct Pair<float> : FloatPair {
   static inline FloatPair at(const float* p) { return {load(p), load(p + LANES)}; }
 };
 
+// Products below write y, or with `adds` add to it.
+inline void put_sum(float* y, const Floats& sum, bool adds) { store(y, adds ? load(y) + sum : sum); }
+
 template <class W, int ROWS, int PANELS>
-inline void tile(const typename Input<W>::Number* x, int64_t stride, const W* w, int64_t in, float* y, int64_t y_stride) {
+inline void tile(const typename Input<W>::Number* x, int64_t stride, const W* w, int64_t in, float* y, int64_t y_stride, bool adds) {
   Floats sum[ROWS][PANELS];
   for (int r = 0; r < ROWS; ++r)
     for (int b = 0; b < PANELS; ++b) sum[r][b] = Floats{};
@@ -251,23 +254,23 @@ inline void tile(const typename Input<W>::Number* x, int64_t stride, const W* w,
     }
   }
   for (int r = 0; r < ROWS; ++r)
-    for (int b = 0; b < PANELS; ++b) store(y + r * y_stride + b * LANES, sum[r][b]);
+    for (int b = 0; b < PANELS; ++b) put_sum(y + r * y_stride + b * LANES, sum[r][b], adds);
 }
 
 template <class W, int PANELS, int ROWS>
 inline void few_rows(const typename Input<W>::Number* x, int64_t rows, int64_t stride, const W* w, int64_t in, float* y,
-                     int64_t y_stride) {
-  if (rows == ROWS) return tile<W, ROWS, PANELS>(x, stride, w, in, y, y_stride);
-  if constexpr (ROWS > 1) few_rows<W, PANELS, ROWS - 1>(x, rows, stride, w, in, y, y_stride);
+                     int64_t y_stride, bool adds) {
+  if (rows == ROWS) return tile<W, ROWS, PANELS>(x, stride, w, in, y, y_stride, adds);
+  if constexpr (ROWS > 1) few_rows<W, PANELS, ROWS - 1>(x, rows, stride, w, in, y, y_stride, adds);
 }
 
 template <class W, int PANELS>
 inline void panels(const typename Input<W>::Number* x, int64_t rows, int64_t stride, const W* w, int64_t in, float* y,
-                   int64_t y_stride) {
+                   int64_t y_stride, bool adds) {
   int64_t r = 0;
   for (; r + TILE_ROWS <= rows; r += TILE_ROWS)
-    tile<W, TILE_ROWS, PANELS>(x + r * stride, stride, w, in, y + r * y_stride, y_stride);
-  if (r < rows) few_rows<W, PANELS, TILE_ROWS - 1>(x + r * stride, rows - r, stride, w, in, y + r * y_stride, y_stride);
+    tile<W, TILE_ROWS, PANELS>(x + r * stride, stride, w, in, y + r * y_stride, y_stride, adds);
+  if (r < rows) few_rows<W, PANELS, TILE_ROWS - 1>(x + r * stride, rows - r, stride, w, in, y + r * y_stride, y_stride, adds);
 }
 
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__)
@@ -292,14 +295,14 @@ struct Tiles {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-inline void store_rows(const float* found, int64_t rows, float* y, int64_t y_stride) {
-  for (int64_t r = 0; r < rows; ++r) store(y + r * y_stride, load(found + r * LANES));
+inline void store_rows(const float* found, int64_t rows, float* y, int64_t y_stride, bool adds) {
+  for (int64_t r = 0; r < rows; ++r) put_sum(y + r * y_stride, load(found + r * LANES), adds);
 }
 
 // One block of rows times two panels, or two blocks times two: sums in tiles 0-3.
 template <class W>
 inline void tile_panels(const uint16_t* x, int64_t rows, int64_t stride, const W* w, int64_t num_panels, int64_t in, float* y,
-                        int64_t y_stride) {
+                        int64_t y_stride, bool adds) {
   alignas(64) uint16_t room[4][512];
   alignas(64) float found[256];
   const int64_t step = stride * 2;
@@ -351,18 +354,18 @@ inline void tile_panels(const uint16_t* x, int64_t rows, int64_t stride, const W
       float* out = y + r * y_stride + b * LANES;
       const int64_t first = rows - r < ROW_BLOCK ? rows - r : ROW_BLOCK;
       _tile_stored(0, found, 64);
-      store_rows(found, first, out, y_stride);
+      store_rows(found, first, out, y_stride, adds);
       if (is_pair) {
         _tile_stored(1, found, 64);
-        store_rows(found, first, out + LANES, y_stride);
+        store_rows(found, first, out + LANES, y_stride, adds);
       }
       if (is_both) {
         const int64_t second = rows - r - ROW_BLOCK < ROW_BLOCK ? rows - r - ROW_BLOCK : ROW_BLOCK;
         _tile_stored(2, found, 64);
-        store_rows(found, second, out + ROW_BLOCK * y_stride, y_stride);
+        store_rows(found, second, out + ROW_BLOCK * y_stride, y_stride, adds);
         if (is_pair) {
           _tile_stored(3, found, 64);
-          store_rows(found, second, out + ROW_BLOCK * y_stride + LANES, y_stride);
+          store_rows(found, second, out + ROW_BLOCK * y_stride + LANES, y_stride, adds);
         }
       }
     }
@@ -378,30 +381,31 @@ inline void share(int64_t count, int thread, int num_threads, int64_t* first, in
 }
 
 template <class W, int PANELS>
-void panel_groups(const typename Input<W>::Number* x, int64_t rows, const W* w, int64_t in, int64_t first, int64_t last, float* y,
-                  int64_t y_stride) {
-  int64_t b = first;
-  for (; b + PANELS <= last; b += PANELS) panels<W, PANELS>(x, rows, in, w + b * in * LANES, in, y + b * LANES, y_stride);
-  for (; b < last; ++b) panels<W, 1>(x, rows, in, w + b * in * LANES, in, y + b * LANES, y_stride);
+void panel_groups(const typename Input<W>::Number* x, int64_t rows, const W* w, int64_t in, int64_t num_panels, float* y,
+                  int64_t y_stride, bool adds) {
+  int64_t b = 0;
+  for (; b + PANELS <= num_panels; b += PANELS)
+    panels<W, PANELS>(x, rows, in, w + b * in * LANES, in, y + b * LANES, y_stride, adds);
+  for (; b < num_panels; ++b) panels<W, 1>(x, rows, in, w + b * in * LANES, in, y + b * LANES, y_stride, adds);
 }
 
 // y (rows, y_stride)[:, : 16 num_panels] = x @ w.T of these panels.
 template <class W>
 inline void panel_product(const typename Input<W>::Number* x, int64_t rows, const W* w, int64_t in, int64_t num_panels, float* y,
-                          int64_t y_stride, [[maybe_unused]] bool uses_tiles) {
+                          int64_t y_stride, [[maybe_unused]] bool uses_tiles, bool adds = false) {
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__)
   if constexpr (sizeof(W) < 4)
-    if (uses_tiles) return tile_panels<W>(x, rows, in, w, num_panels, in, y, y_stride);
+    if (uses_tiles) return tile_panels<W>(x, rows, in, w, num_panels, in, y, y_stride, adds);
 #endif
 #if defined(__AVX512F__)
-  panel_groups<W, 4>(x, rows, w, in, 0, num_panels, y, y_stride);
+  panel_groups<W, 4>(x, rows, w, in, num_panels, y, y_stride, adds);
 #else  // as many sums as there are registers, however few rows there are
   if (rows == 1)
-    panel_groups<W, 4>(x, rows, w, in, 0, num_panels, y, y_stride);
+    panel_groups<W, 4>(x, rows, w, in, num_panels, y, y_stride, adds);
   else if (rows <= 3)
-    panel_groups<W, 2>(x, rows, w, in, 0, num_panels, y, y_stride);
+    panel_groups<W, 2>(x, rows, w, in, num_panels, y, y_stride, adds);
   else
-    panel_groups<W, 1>(x, rows, w, in, 0, num_panels, y, y_stride);
+    panel_groups<W, 1>(x, rows, w, in, num_panels, y, y_stride, adds);
 #endif
 }
 
@@ -804,6 +808,8 @@ AttendAll<X> attention_of(int64_t head_dim) {
 }
 
 // ---- the forward -----------------------------------------------------------------------------------------------
+constexpr int64_t LOWERED = 32;  // numbers of a lowered row that are computed at once
+
 inline int64_t padded(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
 
 inline int64_t largest(std::initializer_list<int64_t> sizes) {
@@ -811,6 +817,10 @@ inline int64_t largest(std::initializer_list<int64_t> sizes) {
   for (int64_t size : sizes) found = size > found ? size : found;
   return found;
 }
+
+struct Part {  // rows of neighbours whose version is the same
+  int64_t first, last, version;
+};
 
 template <class W>
 struct Run {
@@ -825,6 +835,12 @@ struct Run {
   X *inputs = nullptr, *attended = nullptr, *acts = nullptr;
   float *stream = nullptr, *wide = nullptr, *scores = nullptr;
   int64_t wide_stride, score_stride, score_size, groups;
+  struct Parts {
+    Part* at = nullptr;
+    int64_t num = 0;
+  } parts, last_parts;  // of all rows, and of those that go beyond the last layer's K/V
+  X* lowered = nullptr;  // (rows, rank) of `parts`, inputs of what they add
+  float* lowering = nullptr;
 
   template <class T>
   T* take(int64_t count) {
@@ -835,6 +851,7 @@ struct Run {
 
   Run(const Model& model, const Batch& batch, void* memory) : m(model), b(batch), scratch((char*)memory) {
     rows = padded(b.num_rows > b.num_features ? b.num_rows : b.num_features, ROW_BLOCK * 2);
+    if (b.deltas) rows += ROW_BLOCK;  // a part of them may begin anywhere
     groups = m.heads / m.kv_heads;
     for (int64_t i = 0; i < b.num_requests; ++i) {
       const int64_t* cu = b.key_rows ? b.cu_keys : b.cu_rows;
@@ -854,6 +871,13 @@ struct Run {
     stream = b.stream ? b.stream : take<float>(rows * m.hidden);
     wide = take<float>(rows * wide_stride);
     scores = take<float>(score_size * b.num_threads);
+    if (b.deltas) {
+      lowered = take<X>(rows * m.delta_rank);
+      lowering = take<float>(rows * LOWERED * b.num_threads);
+      parts.at = take<Part>(b.num_requests);
+      last_parts.at = take<Part>(b.num_requests);
+      if (memory) find_parts(parts, -1), find_parts(last_parts, b.tail);
+    }
     table = b.slot_table, table_stride = b.slot_stride;
     if (m.block > 1) {
       int64_t lines = 0, whole = 0;
@@ -870,6 +894,46 @@ struct Run {
             for (int64_t s = 0; s < m.block; ++s)
               flat[i * table_stride + c * m.block + s] = b.slot_table[i * b.slot_stride + c] * m.block + s;
       table = flat;
+    }
+  }
+
+  // tail: rows of each request, which then lie side by side; negative: all.
+  void find_parts(Parts& found, int64_t tail) {
+    for (int64_t i = 0; i < b.num_requests; ++i) {
+      const int64_t first = tail < 0 ? b.cu_rows[i] : i * tail, last = tail < 0 ? b.cu_rows[i + 1] : first + tail;
+      if (b.deltas[i] < 0 || first == last) continue;
+      Part* before = found.num ? found.at + found.num - 1 : nullptr;
+      if (before && before->version == b.deltas[i] && before->last == first)
+        before->last = last;
+      else
+        found.at[found.num++] = {first, last, b.deltas[i]};
+    }
+  }
+
+  // y[:, 16 first : 16 last] = x @ w.T of n rows, and what the versions of these parts of them add.
+  void product_of(const X* x, int64_t n, const Linear& linear, const Delta& delta, const Parts& of, int64_t first, int64_t last,
+                  float* y, int64_t y_stride, int thread, int num_threads) {
+    if (!delta.down || !of.num) return product<W>(x, n, linear, first, last, y, y_stride, m.uses_tiles);
+    const int64_t rank = m.delta_rank, pieces = rank / LOWERED;
+    int64_t piece0, piece1;
+    float* found = lowering + thread * rows * LOWERED;
+    share(of.num * pieces, thread, num_threads, &piece0, &piece1);
+    for (int64_t at = piece0; at < piece1; ++at) {
+      const Part& part = of.at[at / pieces];
+      const int64_t to = at % pieces * LOWERED;
+      const W* down = (const W*)delta.down + (part.version * rank + to) * linear.in;
+      panel_product<W>(x + part.first * linear.in, part.last - part.first, down, linear.in, LOWERED / LANES, found, LOWERED,
+                       m.uses_tiles);
+      for (int64_t r = part.first; r < part.last; ++r)
+        for (int64_t i = 0; i < LOWERED; i += LANES)
+          narrow<X>(lowered + r * rank + to + i, load(found + (r - part.first) * LOWERED + i));
+    }
+    product<W>(x, n, linear, first, last, y, y_stride, m.uses_tiles);
+    meet(num_threads);
+    for (const Part* part = of.at; part < of.at + of.num; ++part) {
+      const W* up = (const W*)delta.up + (part->version * linear.out + first * LANES) * rank;
+      panel_product<W>(lowered + part->first * rank, part->last - part->first, up, rank, last - first,
+                       y + part->first * y_stride + first * LANES, y_stride, m.uses_tiles, true);
     }
   }
 
@@ -1066,13 +1130,15 @@ struct Run {
       }
       meet(num_threads);
       share(layer.attention_out.out / LANES, thread, num_threads, &first, &last);
-      product<W>(attended, n, layer.attention_out, first, last, wide, wide_stride, m.uses_tiles);
+      const Parts& own = tail > 0 ? last_parts : parts;
+      product_of(attended, n, layer.attention_out, layer.attention_out_delta, own, first, last, wide, wide_stride, thread,
+                 num_threads);
       add_columns(n, first * LANES, last * LANES);
       meet(num_threads);
       for (int64_t r = row0; r < row1; ++r) norm_row(stream + r * m.hidden, layer.norm2, r, layer.gate_up.in);
       meet(num_threads);
       share(layer.gate_up.out / (2 * LANES), thread, num_threads, &first, &last);
-      product<W>(inputs, n, layer.gate_up, 2 * first, 2 * last, wide, wide_stride, m.uses_tiles);
+      product_of(inputs, n, layer.gate_up, layer.gate_up_delta, own, 2 * first, 2 * last, wide, wide_stride, thread, num_threads);
       for (int64_t r = 0; r < n; ++r)
         for (int64_t i = first; i < last; ++i) {
           const Floats gate = load(wide + r * wide_stride + 2 * i * LANES);
@@ -1081,7 +1147,7 @@ struct Run {
         }
       meet(num_threads);
       share(layer.down.out / LANES, thread, num_threads, &first, &last);
-      product<W>(acts, n, layer.down, first, last, wide, wide_stride, m.uses_tiles);
+      product_of(acts, n, layer.down, layer.down_delta, own, first, last, wide, wide_stride, thread, num_threads);
       add_columns(n, first * LANES, last * LANES);
       meet(num_threads);
       if (layer.tap) {
@@ -1097,7 +1163,7 @@ struct Run {
         norm_row(stream + (b.logit_rows ? b.logit_rows[i] : i) * m.hidden, m.final_norm, i, m.head.in);
       meet(num_threads);
       share(m.head.out / LANES, thread, num_threads, &first, &last);
-      product<W>(inputs, b.num_logits, m.head, first, last, b.logits, b.logit_stride, m.uses_tiles);
+      product_of(inputs, b.num_logits, m.head, m.head_delta, last_parts, first, last, b.logits, b.logit_stride, thread, num_threads);
     }
   }
 

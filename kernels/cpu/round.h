@@ -15,6 +15,12 @@ struct Linear {
   int64_t out;         // a multiple of 16
 };
 
+// What versions of a layer add to its output: y += up @ (down @ x), packed as weights are, version after version. Null: nothing.
+struct Delta {
+  const void* down;  // (versions, rank, in)
+  const void* up;    // (versions, out, rank)
+};
+
 struct Layer {
   struct Linear qkv, attention_out, gate_up, down;  // gate_up: panels of gate and up in turn
   const float *norm1, *norm2;                       // (Dm,)
@@ -23,6 +29,7 @@ struct Layer {
   struct Linear shift;                              // of [row, row before it in its block] before the layer; or null
   int64_t tap;                                      // bit j: its output is the j-th tapped hidden state
   int64_t norms_stream;                             // whether the attention's output is added to the normed row
+  struct Delta attention_out_delta, gate_up_delta, down_delta;
 };
 
 struct Model {
@@ -30,12 +37,14 @@ struct Model {
   struct Linear head;
   struct Linear condition;    // of rows of features: what rows of the stream begin with; or what is normed for
   struct Linear context_kv;   // keys and values of all layers, layer by layer, which are written before the layers run
+  struct Delta head_delta;
   const void* embedding;      // (V, E) in number type `features`
   const float *final_norm, *condition_norm;  // (Dm,)
   const float* rope;          // (P, Dh): cosines of Dh / 2 pairs, then sines
   int64_t num_layers, hidden, heads, kv_heads, head_dim, intermediate, num_taps, embed_size, feature_size;
   int64_t weights, features;  // number types: of the weights; of embedding, tapped states and features
   int64_t uses_tiles;         // products of bfloat16 and int8 weights by AMX
+  int64_t delta_rank;         // of what versions add: a multiple of 32
   int64_t block;              // rows of a block, of a drafter: its pool has so many rows for each row of a table
   float eps, scale;           // scale: of attention scores
 };
@@ -54,6 +63,7 @@ struct Batch {
   void* tapped;                                     // (N, m * Dm) or null
   const void* features;                             // (C, F), or null
   const int64_t *feature_positions, *feature_rows;  // (C,) of the keys and values that `context_kv` makes; null: C = N
+  const int64_t* deltas;                            // (B,) whose additions a request's rows get; negative: none; null: nobody's
   int64_t num_rows, num_requests, num_logits, slot_stride, ancestor_stride, logit_stride, pool_rows, num_threads;
   int64_t num_features;
   int64_t tail;  // rows of each request, its last ones, that go on in the last layer behind its K/V; negative: all

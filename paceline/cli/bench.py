@@ -73,6 +73,10 @@ COMMANDS = {
         "Measure requests without a bucket in classes against named buckets and one for all.",
         "bench.engine.classes:ClassBenchOptions:run_class_bench",
     ),
+    "versions": (
+        "Measure rounds whose requests draft with versions of their own, as deltas and as whole weights.",
+        "bench.engine.versions:VersionBenchOptions:run_version_bench",
+    ),
     "kernels": (
         "Measure each kernel, and how near it comes to the memory's speed.",
         "bench.shapes.kernels:KernelBenchOptions:run_bench_kernels",

@@ -8,16 +8,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 
 from paceline.errors import DrafterMismatchError
 from paceline.kernels.cpu.memory import pool_zeros
 from paceline.kernels.dispatch import Kernels
+from paceline.serving.drafters.deltas import LINEARS, RANK_STEP, check_factors
 from paceline.serving.drafters.forward import DrafterForward, choose_head_dtype
 from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
+from paceline.serving.drafters.native import GrowingDecoder
 from paceline.serving.drafters.network import DrafterConfig, DrafterModel, TargetHandles, check_state
+
+
+class NativeForm(Protocol):
+    """The compiled form of a family."""
+
+    decoder: GrowingDecoder
 
 
 class TrainedDrafter(ABC):
@@ -29,6 +37,10 @@ class TrainedDrafter(ABC):
     forward_class: ClassVar[type[DrafterForward]]
     config: DrafterConfig
     forward: DrafterForward
+    num_deltas = delta_rank = 0
+    """Of `hold_deltas`."""
+    _native: NativeForm | None
+    """None: torch's operators or kernels compute the layers."""
 
     def __init__(
         self,
@@ -112,7 +124,28 @@ class TrainedDrafter(ABC):
         """
         check_state(state, self._shapes)
         self.forward.load(state)
+        self._norms = {name: state[name].detach().clone() for name in state if name.endswith("post_norm")}
         self.pool.zero_()  # what other weights wrote is stale, and weights that were broken may have left NaN
+
+    def hold_deltas(self, num_deltas: int, rank: int) -> None:
+        """Make room for `num_deltas` versions that are deltas of this drafter's weights, of a rank up to `rank`; once, before
+        work is captured. Requests choose theirs by `DraftInputs.deltas`."""
+        self.num_deltas, self.delta_rank = num_deltas, -(-rank // RANK_STEP) * RANK_STEP
+        holder = self.forward if self._native is None else self._native.decoder
+        holder.hold_deltas(num_deltas, self.delta_rank)
+
+    @torch.no_grad()
+    def load_delta(self, at: int, factors: Mapping[str, torch.Tensor]) -> None:
+        """Replace delta number `at` in place; no request drafts with it now.
+
+        Raises: DrafterMismatchError when the factors do not fit; nothing is changed then.
+        """
+        linears = [prefix + name for prefix in self.forward.layer_prefixes for name in LINEARS]
+        check_factors(factors, {n: self._shapes[n + ".weight"] for n in linears}, self.delta_rank)
+        if self._native is not None:
+            self._native.decoder.load_delta(at, factors, self.forward.layer_prefixes)
+        else:
+            self.forward.load_delta(at, factors, self._norms)
 
     def alloc(self, num_pool_rows: int) -> None:
         """Allocate zeroed drafter KV for pool rows 0..num_pool_rows-1."""

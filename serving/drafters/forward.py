@@ -3,11 +3,12 @@
 Weights are fused by exact identities only: norm weights and the softmax scale fold into projections, which are stored
 (in, out). Nothing here reads the host or has a shape that depends on data, so captured graphs use it too.
 Shape legend: B requests, T drafter tokens, H drafter hidden size, V/Vd target/draft vocabulary, Hq/Hkv query/KV heads,
-Dh head dim, K candidates, P positions.
+Dh head dim, K candidates, P positions, D deltas, r their rank.
 """
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from paceline.kernels.cpu.library import choose_isa, rank_rows
 from paceline.kernels.dispatch import Kernels, select_kernels
 from paceline.kernels.reference.topk_lse import MAX_K
+from paceline.serving.drafters.deltas import DOWN, LINEARS, UP
 from paceline.serving.drafters.network import DrafterConfig, adjacent_pairs, pair_angles, rope_cos_sin
 
 _MAX_CACHED_SCALES = 256
@@ -165,6 +167,8 @@ class DrafterForward(ABC):
         """Whether compiled code, which packs weights of its own, computes the layers: those are not fused."""
         self.use_kernels(kernels or select_kernels(device))
         self._angles = torch.empty(0)
+        self._deltas: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # (D * r, I) and (D * r, O) by fused weight
+        self._num_deltas = self._delta_rank = 0
 
     def use_kernels(self, kernels: Kernels) -> None:
         """Take these kernels from now on."""
@@ -208,6 +212,47 @@ class DrafterForward(ABC):
         yield f"gate_up{i}", (own(prefix + "gate_up_proj.weight") * own(prefix + "post_norm")).T
         yield f"down{i}", own(prefix + "down_proj.weight").T
 
+    @property
+    def layer_prefixes(self) -> tuple[str, ...]:
+        """What the names of each layer's weights begin with, in the model's state."""
+        return tuple(f"layers.{i}." for i in range(getattr(self.config, "num_layers", 1)))
+
+    def hold_deltas(self, num_deltas: int, rank: int) -> None:
+        """Make room for deltas, which add nothing until they are loaded; before work is captured."""
+        c, zeros = self.config, functools.partial(torch.zeros, dtype=self.dtype, device=self.device)
+        sizes = {"o": (c.num_heads * c.head_dim, c.hidden_size), "down": (c.intermediate_size, c.hidden_size)}
+        sizes["gate_up"] = (c.hidden_size, 2 * c.intermediate_size)
+        self._num_deltas, self._delta_rank, rows = num_deltas, rank, num_deltas * rank
+        for i in range(len(self.layer_prefixes)):
+            self._deltas |= {f"{name}{i}": (zeros(rows, n), zeros(rows, m)) for name, (n, m) in sizes.items()}
+
+    @torch.no_grad()
+    def load_delta(self, at: int, factors: Mapping[str, torch.Tensor], norms: Mapping[str, torch.Tensor]) -> None:
+        """Replace one delta in place. factors: checked by the caller. norms: weights (H,) by name, of the model."""
+        place = slice(at * self._delta_rank, (at + 1) * self._delta_rank)
+        for i, prefix in enumerate(self.layer_prefixes):
+            for fused, linear in zip(("o", "gate_up", "down"), LINEARS, strict=True):
+                down, up = factors[prefix + linear + DOWN], factors[prefix + linear + UP]
+                if fused == "gate_up":
+                    down = down * norms[prefix + "post_norm"].to(down.device)
+                for stack, factor in zip(self._deltas[f"{fused}{i}"], (down, up.T), strict=True):
+                    stack[place].zero_()[: factor.shape[0]].copy_(factor)
+
+    def choose_deltas(self, deltas: torch.Tensor | None, repeats: int = 1) -> torch.Tensor | None:
+        """What `finish` takes of rows (T / repeats,) with these deltas, each of which stands for `repeats` rows: (T, D * r)."""
+        if deltas is None or not self._num_deltas:
+            return None
+        own = deltas[:, None] == torch.arange(self._num_deltas, device=deltas.device)
+        return own.to(self.dtype).repeat_interleave(self._delta_rank, 1).repeat_interleave(repeats, 0)
+
+    def _added(self, y: torch.Tensor, name: str, x: torch.Tensor, chosen: torch.Tensor | None) -> torch.Tensor:
+        """y and what the rows' deltas add to it. One product of all deltas, of which each row keeps its own: they are read
+        once however many requests use them."""
+        if chosen is None:
+            return y
+        down, up = self._deltas[name]
+        return torch.addmm(y, torch.mm(x, down.T).mul_(chosen), up)
+
     def target_rows(self, draft_token_ids: torch.Tensor | None) -> torch.Tensor:
         """(Vd, E) the target's output head at the draft vocabulary, in the target's number type; None = all of it."""
         if draft_token_ids is None:
@@ -242,12 +287,16 @@ class DrafterForward(ABC):
         """RMS norm over the last dimension; its weight is folded into what reads it."""
         return norm(x, self.config.rms_eps)
 
-    def finish(self, x: torch.Tensor, attended: torch.Tensor, i: int = 0) -> torch.Tensor:
-        """Output projection and MLP of layer i: x (T, H), attended (T, Hq * Dh) -> (T, H)."""
+    def finish(
+        self, x: torch.Tensor, attended: torch.Tensor, i: int = 0, chosen: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Output projection and MLP of layer i: x (T, H), attended (T, Hq * Dh) -> (T, H). chosen: of `choose_deltas`."""
         w = self.weights
-        x = torch.addmm(x, attended, w[f"o{i}"])
-        gate, up = torch.mm(self.norm(x), w[f"gate_up{i}"]).chunk(2, dim=-1)
-        return torch.addmm(x, F.silu(gate).mul_(up), w[f"down{i}"])
+        x = self._added(torch.addmm(x, attended, w[f"o{i}"]), f"o{i}", attended, chosen)
+        z = self.norm(x)
+        gate, up = self._added(torch.mm(z, w[f"gate_up{i}"]), f"gate_up{i}", z, chosen).chunk(2, dim=-1)
+        inner = F.silu(gate).mul_(up)
+        return self._added(torch.addmm(x, inner, w[f"down{i}"]), f"down{i}", inner, chosen)
 
     def scales(self, temperatures: torch.Tensor) -> torch.Tensor:
         """(B, ...) factors on the logits: exp(log_beta[class, ...]) / T, with T = 1 for greedy requests."""

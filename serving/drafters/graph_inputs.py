@@ -44,8 +44,10 @@ class GraphInputs:
         max_requests: int,
         max_context: int,
         max_depth: int,
+        has_deltas: bool = False,
     ) -> None:
-        """padding_slots: (rows of the largest graph,) int64, where each padding row is written; negative = nowhere."""
+        """padding_slots: (rows of the largest graph,) int64, where each padding row is written; negative = nowhere.
+        has_deltas: whether requests may draft with deltas."""
         rows, device = padding_slots.numel(), padding_slots.device
         self.ladders = (
             size_ladder(rows, has_halves=True), size_ladder(max_requests), size_ladder(max_context, start=256, factor=4)
@@ -63,6 +65,7 @@ class GraphInputs:
         )  # fmt: skip
         self._table = zeros(max_requests * max_context)  # taken as (B, L) of each graph
         self._temperatures = zeros(max_requests, dtype=torch.float32)
+        self._deltas = zeros(max_requests) if has_deltas else None
 
     def steps(self, requests: int) -> list[int]:
         """Numbers of rows for which graphs of so many requests are worth having; the last holds every usual round."""
@@ -96,6 +99,8 @@ class GraphInputs:
         self._context_lens[b:requests].zero_()
         self._anchors[:b].copy_(inputs.anchor_token_ids)
         self._temperatures[:b].copy_(inputs.temperatures)
+        if self._deltas is not None:
+            self._deltas[:b] = -1 if inputs.deltas is None else inputs.deltas
         self._table[: requests * width].view(requests, width)[:b, :columns].copy_(inputs.slot_table)
 
     def view(self, rows: int, requests: int, width: int) -> DraftInputs:
@@ -112,6 +117,7 @@ class GraphInputs:
             new_features=self._features[:rows],
             new_slots=self._slots[:rows],
             histories=[],
+            deltas=None if self._deltas is None else self._deltas[:requests],
         )
 
 
@@ -120,14 +126,16 @@ class StagedInputs:
 
     def __init__(
         self, staging: Staging, tables: RowTables, features: torch.Tensor | None, *, max_requests: int, max_rows: int,
-        num_slots: int, num_ranks: int,
+        num_slots: int, num_ranks: int, has_deltas: bool = False,
     ) -> None:  # fmt: skip
-        """features: (pool rows, m * Dm) of all canonical rows. num_slots, num_ranks: S and R of calibration."""
+        """features: (pool rows, m * Dm) of all canonical rows. num_slots, num_ranks: S and R of calibration. has_deltas: whether
+        requests may draft with deltas."""
         self._tables, self._features, self._max_requests = tables, features, max_requests
         self._shape = (2, max_requests, num_slots, num_ranks)
         self._lines, self._starts, self._stops, self._anchors = (staging.reserve(max_requests) for _ in range(4))
         self._token_ids = staging.reserve(max_rows)
         self._temperatures = staging.reserve(max_requests, is_float=True)
+        self._deltas = staging.reserve(max_requests) if has_deltas else None
         self._kappa = staging.reserve(2 * max_requests * num_slots * num_ranks, is_float=True)
 
     def stage(
@@ -138,6 +146,7 @@ class StagedInputs:
         histories: Sequence[list[int]],
         temperatures: Sequence[float],
         kappa: np.ndarray,
+        deltas: Sequence[int],
     ) -> None:
         """Numbers of the next upload.
 
@@ -146,6 +155,7 @@ class StagedInputs:
             starts, stops: (G,) new rows of each request: those at positions start..stop-1; stop is the anchor's position.
             histories: (G,) token ids.
             kappa: (2, G or 1, S, R) corrections.
+            deltas: (G,) delta of each, -1 = none.
         """
         self._lines.set(lines, self._tables.padding_line)
         self._starts.set(starts)
@@ -154,6 +164,8 @@ class StagedInputs:
         self._anchors.set([tokens[stop] for tokens, _, stop in bounds])
         self._token_ids.set([t for tokens, start, stop in bounds for t in tokens[start + 1 : stop + 1]])
         self._temperatures.set(temperatures)
+        if self._deltas is not None:
+            self._deltas.set(deltas, -1)
         whole = np.zeros(self._shape)
         whole[:, : len(lines)] = kappa
         self._kappa.set(whole.reshape(-1))
@@ -189,4 +201,5 @@ class StagedInputs:
             new_features=features,
             new_slots=torch.where(is_row, slots, padding_slots[:rows]),
             histories=[],
+            deltas=None if self._deltas is None else self._deltas.tensor[:requests],
         )

@@ -6,7 +6,7 @@ Shape legend: H drafter hidden size, Dh head dim, V target vocabulary, P positio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,13 @@ from paceline.kernels.cpu.library import (
     LANES,
     NativeDecoder,
     NativeLayer,
+    PackedDelta,
     PackedLinear,
     choose_isa,
     fits_native,
     interleave,
 )
+from paceline.serving.drafters.deltas import DOWN, LINEARS, UP
 from paceline.serving.drafters.forward import DrafterForward
 from paceline.serving.drafters.network import DrafterConfig, rope_cos_sin
 
@@ -127,6 +129,20 @@ class GrowingDecoder:
         if not self._parts:
             self._parts = parts
             self._make(_POSITIONS)
+
+    def hold_deltas(self, num_deltas: int, rank: int) -> None:
+        """Make room for deltas, which add nothing until they are loaded; behind the first `load`."""
+        for layer in self._parts["layers"]:
+            own = (layer.attention_out, layer.gate_up, layer.down)
+            layer.deltas = tuple(PackedDelta(linear, num_deltas, rank) for linear in own)
+        self._make(self._num_positions)
+
+    def load_delta(self, at: int, factors: Mapping[str, torch.Tensor], prefixes: Sequence[str]) -> None:
+        """Replace one delta in place. factors: checked by the caller. prefixes: of the names of each layer's weights."""
+        for layer, prefix in zip(self._parts["layers"], prefixes, strict=True):
+            for linear, delta in zip(LINEARS, layer.deltas, strict=True):
+                down, up = factors[prefix + linear + DOWN], factors[prefix + linear + UP]
+                delta.load(at, down, interleave(*up.chunk(2)) if linear == "gate_up_proj" else up)
 
     def _make(self, num_positions: int) -> None:
         c = self._config

@@ -29,12 +29,13 @@ class PassGraphs:
         max_requests: int,
         max_leaves: int,
         max_context: int,
+        has_deltas: bool = False,
     ) -> None:
-        """max_leaves: M; 0 leaves second blocks out."""
+        """max_leaves: M; 0 leaves second blocks out. has_deltas: whether requests may draft with deltas."""
         self._drafter, self._max_requests, self._max_leaves = drafter, max_requests, max_leaves
         self._static = GraphInputs(
             feature_size=feature_size, dtype=dtype, padding_slots=drafter.padding_slots, max_requests=max_requests,
-            max_context=max_context, max_depth=drafter.caps.max_depth,
+            max_context=max_context, max_depth=drafter.caps.max_depth, has_deltas=has_deltas,
         )  # fmt: skip
         self._first, self._second = GraphTable(self._static.ladders), GraphTable(self._static.ladders[1:])
         self._sizes: tuple[int, ...] | None = None  # (B, L) of what the request tensors hold

@@ -10,6 +10,9 @@ Traffic classes may have versions of their own: a request of such a class is pin
 and to the live one where not. Which of them are resident: as many as have slots, and where there are more, those whose
 classes were asked for last.
 
+A version of a class may be a delta of the first one: it then has a place beside the first drafter's weights and drafts in one
+pass with it and with its other deltas, over the same KV.
+
 Memory: a replica holds at most 2 + num_class_slots + 1 drafters with their KV, whatever runs: the live version, one that
 comes or goes (canary, staged, the one before), the classes' versions, and the first. What has no slot waits until one is
 idle; a class's version never takes the slot that the live version's successor needs.
@@ -28,7 +31,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,6 +47,21 @@ MAX_CLASS_SLOTS = len(string.ascii_uppercase) - 2
 LOAD_SHARE = 0.05
 """Of a thread's time that loading takes at most where classes take each other's slots: more of them than there are slots, all
 with traffic, would else have weights read and copied without end."""
+
+
+def delta_name(at: int) -> str:
+    """How reports call the place of a delta, beside the slots."""
+    return f"{FIRST_SLOT}+{at}"
+
+
+class Pin(NamedTuple):
+    """What a request drafts with."""
+
+    slot: str | None
+    """None: plain decoding."""
+    version: str = ""
+    delta: int = -1
+    """Number of the delta beside the slot's weights, -1 = those alone."""
 
 
 @dataclass(slots=True)
@@ -81,7 +99,8 @@ class DrafterSlots:
             first_version: version of the hold-back group; `version` when None.
             spawn: makes an empty twin of the live drafter for the other adaptive slots (staging a state dict needs it
                 the first time). Drafter objects can be staged without it.
-            num_class_slots: versions of traffic classes that may be resident, 0 to MAX_CLASS_SLOTS.
+            num_class_slots: versions of traffic classes that may be resident, 0 to MAX_CLASS_SLOTS. Deltas do not count: there
+                may be as many of them as `first` has room for.
         """
         assert 0 <= num_class_slots <= MAX_CLASS_SLOTS, f"slots have letters, got num_class_slots={num_class_slots}"
         if drafter is not None and not version:
@@ -92,6 +111,7 @@ class DrafterSlots:
         self.first_version = first_version if first_version is not None else version
         if first is not None:
             self._slots[FIRST_SLOT] = _Slot(first, self.first_version)
+        self._deltas = [_Slot() for _ in range(getattr(first, "num_deltas", 0))]
         self._spawn = spawn
         self._timer = timer
         self._live = "A"
@@ -99,7 +119,7 @@ class DrafterSlots:
         self._canary: str | None = None
         self._canary_percent, self._canary_bucket = 0, ""
         self._routes: dict[str, str] = {}  # class -> version that its requests are to have
-        self._served: dict[str, str] = {}  # class -> slot of that version, where it is resident
+        self._served: dict[str, tuple[str, int]] = {}  # class -> slot and delta of that version, where it is resident
         self._asked: dict[str, int] = {}  # version of a class -> when a request of the class came last
         self._unmet: Counter[str] = Counter()  # version of a class -> requests that had to take the live one since
         self._ticks = itertools.count(1)
@@ -194,6 +214,47 @@ class DrafterSlots:
                 self._next_eviction_s = now + (now - started) / LOAD_SHARE
         return True
 
+    def takes_delta(self, base_version: str) -> bool:
+        """Whether deltas of this version have places here."""
+        return bool(self._deltas) and self._is_first(base_version)
+
+    def load_delta(self, version: str, source: Callable[[], Mapping[str, torch.Tensor]]) -> bool:
+        """Bring the version of a class, a delta of the first one, to a place beside it; False when none may be taken for it now.
+
+        source: reads its factors; called where there is a place.
+        Raises: DrafterMismatchError when the factors do not fit (nothing was copied then), and what `source` raises.
+        """
+        with self._stage_lock:
+            with self._lock:
+                if self._delta_place(version) is None:
+                    return False
+            started = self._timer()
+            factors = source()
+            with self._lock:
+                at = self._delta_place(version)
+                if at is None:
+                    return False
+                place = self._deltas[at]
+                assert place.num_pins == 0, f"delta {at} is overwritten while {place.num_pins} requests draft with it"
+                place.version, place.is_loading = version, True
+                self._reroute()
+            first = self._slots[FIRST_SLOT].drafter
+            try:
+                with side_stream(getattr(first, "device", None)):
+                    first.load_delta(at, factors)  # type: ignore[union-attr]
+            except BaseException:
+                with self._lock:
+                    self._deltas[at] = _Slot()
+                raise
+            with self._lock:
+                place.is_loading, place.used = False, next(self._ticks)
+                self._unmet.pop(version, None)
+                self._reroute()
+                now = self._timer()
+                self._next_eviction_s = now + (now - started) / LOAD_SHARE
+        logger.info("drafter delta loaded version=%s place=%d", version, at)
+        return True
+
     def _claim(self, name: str) -> None:
         """Take an idle slot for new weights; under the lock, so that nothing is pinned to it from here on."""
         slot = self._slots[name]
@@ -260,7 +321,7 @@ class DrafterSlots:
         """
         with self._lock:
             name = self._resident(version) if version else None
-            if version and (name is None or name == self._served.get(bucket, self._live)):
+            if version and (name is None or name == self._served.get(bucket, (self._live, -1))[0]):
                 raise DrafterMismatchError(f"a canary must be staged and not live, got drafter version {version!r}")
             if name is not None and self._staged == name:
                 self._staged = None
@@ -286,38 +347,43 @@ class DrafterSlots:
     def missing(self) -> list[str]:
         """Versions of classes that are not resident, those first that most requests have asked for in vain."""
         with self._lock:
-            gone = {v for v in self._routes.values() if self._resident(v) is None and not self._is_first(v)}
+            gone = {v for v in self._routes.values() if self._place_of(v) is None}
             return sorted(gone, key=lambda v: (-self._unmet[v], v))
 
     def served(self) -> dict[str, str]:
         """Class -> version that its new requests are pinned to, for the classes whose own version is resident."""
         with self._lock:
-            return {bucket: self._slots[name].version for bucket, name in self._served.items()}
+            return {bucket: self._routes[bucket] for bucket in self._served}
 
     # ---- pins ---------------------------------------------------------------------------------------------------
-    def pin(self, group: Group, request_id: str = "", bucket: str = "") -> tuple[str | None, str]:
-        """Pin a new request; returns (slot name, version), or (None, '') for plain decoding.
+    def pin(self, group: Group, request_id: str = "", bucket: str = "") -> Pin:
+        """Pin a new request.
 
         An adaptive request goes to the canary or to the version of its class, else the live one, by its id; one without
         an id is no canary's.
         """
         with self._lock:
-            name = self._choose(group, request_id, bucket)
+            name, delta = self._choose(group, request_id, bucket)
             if name is None:
-                return None, ""
-            slot = self._slots[name]
-            slot.num_pins += 1
-            slot.used = next(self._ticks)
-            return name, slot.version
+                return Pin(None)
+            for slot in self._pinned(name, delta):
+                slot.num_pins += 1
+                slot.used = next(self._ticks)
+            return Pin(name, slot.version, delta)
 
-    def unpin(self, name: str | None) -> None:
+    def unpin(self, name: str | None, delta: int = -1) -> None:
         """Give a pin back; None (plain decoding) is allowed."""
         if name is None:
             return
         with self._lock:
-            slot = self._slots[name]
-            assert slot.num_pins > 0, f"slot {name} unpinned more often than pinned"
-            slot.num_pins -= 1
+            for slot in self._pinned(name, delta):
+                assert slot.num_pins > 0, f"slot {name} unpinned more often than pinned"
+                slot.num_pins -= 1
+
+    def _pinned(self, name: str, delta: int) -> tuple[_Slot, ...]:
+        """What a request of this slot and delta keeps from being overwritten; the last one says its version."""
+        slot = self._slots[name]
+        return (slot,) if delta < 0 else (slot, self._deltas[delta])
 
     def drafter(self, name: str | None) -> Drafter | None:
         """The drafter of a slot, None when the slot has none or failed."""
@@ -377,7 +443,8 @@ class DrafterSlots:
     def versions(self) -> dict[str, str]:
         """Slot name -> version of every slot that holds a drafter."""
         with self._lock:
-            return {n: s.version for n, s in self._slots.items() if s.drafter is not None}
+            found = {n: s.version for n, s in self._slots.items() if s.drafter is not None}
+            return found | {delta_name(i): s.version for i, s in enumerate(self._deltas) if s.used and not s.is_loading}
 
     def failures(self) -> dict[str, str]:
         """Version -> reason of every failed slot."""
@@ -386,33 +453,35 @@ class DrafterSlots:
 
     def num_pins(self) -> dict[str, int]:
         with self._lock:
-            return {n: s.num_pins for n, s in self._slots.items()}
+            found = {n: s.num_pins for n, s in self._slots.items()}
+            return found | {delta_name(i): s.num_pins for i, s in enumerate(self._deltas)}
 
     # ---- private, under the lock --------------------------------------------------------------------------------
-    def _choose(self, group: Group, request_id: str, bucket: str) -> str | None:
+    def _choose(self, group: Group, request_id: str, bucket: str) -> tuple[str | None, int]:
         if group == Group.PLAIN:
-            return None
-        name: str | None = self._live
+            return None, -1
+        name, delta = self._live, -1
+        if self._deltas and self._is_first(self._slots[name].version):
+            name = FIRST_SLOT  # so that it drafts in one pass with its deltas
         if group == Group.ADAPTIVE:
             own = self._routes.get(bucket)
             if own is not None:
                 self._asked[own] = next(self._ticks)
-                name = self._served.get(bucket)
-                if name is None:
+                if bucket in self._served:
+                    name, delta = self._served[bucket]
+                else:
                     self._unmet[own] += 1
-                    name = self._live
             is_tried = bucket == self._canary_bucket if self._canary_bucket else own is None
             if self._canary is not None and is_tried and request_id:
                 canary = self._slots[self._canary]
                 if not canary.failure and is_canary(request_id, canary.version, self._canary_percent):
-                    return self._canary
+                    return self._canary, -1
+        static: str | None = name
         if group == Group.STATIC and self._slots[self._live].version != self.first_version:
-            name = FIRST_SLOT
-            if self._slots[FIRST_SLOT].drafter is None:
-                name = self._resident(self.first_version)
-        if name is None or self._slots[name].drafter is None or self._slots[name].failure:
-            return None
-        return name
+            static = FIRST_SLOT if self._slots[FIRST_SLOT].drafter is not None else self._resident(self.first_version)
+        if static is None or self._slots[static].drafter is None or self._slots[static].failure:
+            return None, -1
+        return static, delta
 
     def _resident(self, version: str) -> str | None:
         for name in self._adaptive:
@@ -426,6 +495,18 @@ class DrafterSlots:
         slot = self._slots[FIRST_SLOT]
         return slot.drafter is not None and slot.version == version and not slot.failure
 
+    def _place_of(self, version: str) -> tuple[str, int] | None:
+        """Slot and delta where a class is served with this version; None = it is not resident."""
+        name = self._resident(version)
+        if name is None and self._is_first(version):
+            name = FIRST_SLOT
+        if name is not None:
+            return name, -1
+        if not self._is_first(self.first_version):
+            return None
+        found = (i for i, s in enumerate(self._deltas) if s.version == version and not s.is_loading)
+        return next(((FIRST_SLOT, i) for i in found), None)
+
     def _of_classes(self) -> list[str]:
         """Slots that nothing but classes want, the one whose classes were asked for last first."""
         wanted = set(self._routes.values())
@@ -438,11 +519,11 @@ class DrafterSlots:
         given_up = set(self._of_classes()[self._num_class_slots :])
         self._served = {}
         for bucket, version in self._routes.items():
-            name = self._resident(version)
-            if name is None or name in given_up:
-                name = FIRST_SLOT if self._is_first(version) else None
-            if name is not None:
-                self._served[bucket] = name
+            place = self._place_of(version)
+            if place is not None and place[0] in given_up:
+                place = (FIRST_SLOT, -1) if self._is_first(version) else None
+            if place is not None:
+                self._served[bucket] = place
 
     def _free(self) -> list[str]:
         """Adaptive slots that may be overwritten: empty and failed ones first, then by their latest use."""
@@ -464,14 +545,30 @@ class DrafterSlots:
         the longest ago, if this one was asked for since and the latest load is long past (LOAD_SHARE)."""
         if not self._num_class_slots or version not in self._routes.values():
             return None
-        if self._resident(version) is not None or self._is_first(version):
+        if self._place_of(version) is not None:
             return None
         free, of_classes = [n for n in self._free() if n != self._staged], self._of_classes()
         if len(of_classes) < self._num_class_slots:
             return next((n for n in free if n not in of_classes), None)
         last = of_classes[-1]
-        is_newer = self._asked.get(self._slots[last].version, 0) < self._asked.get(version, 0)
-        return last if last in free and is_newer and self._timer() >= self._next_eviction_s else None
+        return last if last in free and self._may_replace(self._slots[last].version, version) else None
+
+    def _delta_place(self, version: str) -> int | None:
+        """The place for the delta of a class: as `_class_slot`."""
+        wanted = set(self._routes.values())
+        if version not in wanted or self._place_of(version) is not None or not self._is_first(self.first_version):
+            return None
+        free = [i for i, s in enumerate(self._deltas) if s.num_pins == 0 and not s.is_loading]
+        unused = [i for i in free if self._deltas[i].version not in wanted]
+        if unused:
+            return min(unused, key=lambda i: self._deltas[i].used)
+        last = min(range(len(self._deltas)), key=lambda i: self._asked.get(self._deltas[i].version, 0), default=None)
+        return last if last in free and self._may_replace(self._deltas[last].version, version) else None
+
+    def _may_replace(self, old: str, new: str) -> bool:
+        """Whether a class's version may take the place of another's: asked for since, and the latest load is long past."""
+        is_newer = self._asked.get(old, 0) < self._asked.get(new, 0)
+        return is_newer and self._timer() >= self._next_eviction_s
 
     def _bring(self, slot: _Slot, version: str, source: Drafter | Mapping[str, torch.Tensor]) -> Drafter:
         if isinstance(source, Mapping):

@@ -31,13 +31,13 @@ class NativeTree:
         """dtype: of the layer's weights and of the pool, float32 or bfloat16."""
         self._forward, self._config, self._dtype = forward, forward.config, dtype
         self._embedding = forward.embed_weight.contiguous()
-        self._decoder = GrowingDecoder(forward.config, dtype)
+        self.decoder = GrowingDecoder(forward.config, dtype)
         self._lone_rows: dict[int, StepRows] = {}  # by their number, up to _MAX_KEPT
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Replace all weights. state: of the model, checked by the caller."""
-        c, own = self._config, self._decoder.pack(state)
+        c, own = self._config, self.decoder.pack(state)
         layer = own.layer(
             "",
             "qkv_proj.weight",
@@ -45,7 +45,7 @@ class NativeTree:
             embed_norm=own.vector("embed_norm"),
             norms_stream=c.norm_before_residual,
         )
-        self._decoder.load(
+        self.decoder.load(
             layers=[layer],
             head=own.head(self._forward),
             final_norm=own.vector("final_norm"),
@@ -63,7 +63,7 @@ class NativeTree:
 
     def open(self, inputs: DraftInputs) -> tuple[torch.Tensor, torch.Tensor]:
         self._newest, self._inputs, self.num_columns = inputs.context_lens - 1, inputs, 0
-        self._decoder.reach(int(inputs.context_lens.max()) + self._config.max_depth + 1)
+        self.decoder.reach(int(inputs.context_lens.max()) + self._config.max_depth + 1)
         return self._write_rows(inputs, tail=1)
 
     def rows(self, request: torch.Tensor) -> StepRows:
@@ -100,7 +100,7 @@ class NativeTree:
         out_rows = spare[before:] if is_alone else spare.index_select(0, (rows.column + before) * batch + rows.owner)
         keys = spare if is_alone else spare.view(num_keys, batch).T.reshape(-1)
         positions = (self._newest if is_alone else self._newest.index_select(0, rows.owner)) + depths
-        return self._decoder.reach(0).run_stream(
+        return self.decoder.reach(0).run_stream(
             hidden,
             positions,
             rows.cu,
@@ -109,6 +109,7 @@ class NativeTree:
             out_rows,
             self.pool[None],
             token_ids=token_ids,
+            deltas=inputs.deltas,
             keys=(torch.arange(0, batch * num_keys + 1, num_keys), keys),
             ancestors=rows.own.new_ones(1, num_keys).expand(hidden.shape[0], -1) if seen is None else seen,
         )
@@ -117,7 +118,7 @@ class NativeTree:
 
     def _write_rows(self, inputs: DraftInputs, tail: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert inputs.new_features is not None
-        return self._decoder.reach(int(inputs.new_positions.max()) + 1).run_stream(
+        return self.decoder.reach(int(inputs.new_positions.max()) + 1).run_stream(
             torch.empty(inputs.new_positions.numel(), self._config.hidden_size),
             inputs.new_positions,
             inputs.cu_new,
@@ -127,6 +128,7 @@ class NativeTree:
             self.pool[None],
             token_ids=inputs.new_token_ids,
             features=inputs.new_features,
+            deltas=inputs.deltas,
             tail=tail,
             wants_logits=tail != 0,
         )

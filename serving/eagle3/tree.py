@@ -124,7 +124,8 @@ class GatheredTree:
             hidden, qkv = hidden.index_select(0, newest), qkv.index_select(0, newest)
         self._newest, self._length, self.num_columns = inputs.context_lens - 1, length, 0
         self._gather(inputs)
-        hidden = forward.finish(hidden, self._attend(qkv, None))
+        self._deltas = inputs.deltas
+        hidden = forward.finish(hidden, self._attend(qkv, None), chosen=forward.choose_deltas(inputs.deltas))
         return hidden, forward.logits(forward.norm(hidden))
 
     def rows(self, request: torch.Tensor) -> StepRows:
@@ -151,7 +152,8 @@ class GatheredTree:
         qkv = forward.enter(hidden, token_ids, self._angles.index_select(0, positions))
         self._columns(width).copy_(qkv[:, -self._kv_width :].view(batch, width, -1))
         tree = None if seen is None else seen.reshape(batch, width, -1)
-        hidden = forward.finish(hidden, self._attend(qkv, tree))
+        deltas = None if self._deltas is None else self._deltas.index_select(0, rows.owner)
+        hidden = forward.finish(hidden, self._attend(qkv, tree), chosen=forward.choose_deltas(deltas))
         return hidden, forward.logits(forward.norm(hidden))
 
     # ---- pieces

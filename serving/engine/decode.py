@@ -149,8 +149,9 @@ def draft_inputs(
     if len(requests) > 1:
         owners = [i for i, count in enumerate(itertools.pairwise(offsets)) for _ in range(count[1] - count[0])]
     anchors = [r.tokens[end] for r, end in zip(requests, ends, strict=True)]
-    new_positions, new_token_ids, context_lens, anchor_token_ids, cu_new, new_owners = upload_all(
-        (positions, token_ids, ends, anchors, offsets, owners), device
+    deltas = [r.delta for r in requests]
+    new_positions, new_token_ids, context_lens, anchor_token_ids, cu_new, new_owners, own_deltas = upload_all(
+        (positions, token_ids, ends, anchors, offsets, owners, deltas), device
     )
     if len(requests) == 1:
         new_slots = slot_table[0, starts[0] : starts[0] + len(positions)]
@@ -169,6 +170,7 @@ def draft_inputs(
         new_slots=new_slots,
         histories=[r.tokens for r in requests],
         tenants=[r.request.tenant for r in requests],
+        deltas=own_deltas if max(deltas) >= 0 else None,
     )
 
 

@@ -23,7 +23,7 @@ from paceline.machine import Clock, SystemClock
 from paceline.serving.budget.cost_model import CostModel
 from paceline.serving.budget.roofline import TargetShape
 from paceline.serving.drafters.forward import choose_ranking
-from paceline.serving.drafters.slots import DrafterSlots
+from paceline.serving.drafters.slots import DrafterSlots, delta_name
 from paceline.serving.engine.buckets import BucketNames
 from paceline.serving.engine.classes import PromptClasses, PromptSink
 from paceline.serving.engine.decode import DecodeRunner
@@ -55,6 +55,8 @@ def check_balance(allocator: PageAllocator, scheduler: Scheduler, slots: Drafter
     for r in output.by_id.values():
         if r.is_pinned and r.slot is not None:
             pins[r.slot] += 1
+            if r.delta >= 0:
+                pins[delta_name(r.delta)] += 1
         num_pages = len(allocator.pages(r.request_id))
         num_held += num_pages - allocator.num_shared_rows(r.request_id) // allocator.page_tokens
         num_shared = allocator.num_shared_rows(r.request_id)

@@ -117,6 +117,7 @@ class GraphedRounds:
                 g.rows, [r.drafted_len for r in own], [r.context_len for r in own], [r.tokens for r in own],
                 [r.request.params.temperature for r in own],
                 self._policy.corrections([keys[row] for row in g.rows], g.drafter.caps.num_slots),
+                [r.delta for r in own],
             )  # fmt: skip
         target.staging.send()
         draft_span = open_span(device) if found else None
@@ -166,7 +167,7 @@ class GraphedRounds:
         graphs, own = self._graphs.drafting(drafter), [requests[row] for row in rows]
         assert graphs is not None
         self._graphs.target.tables.note(range(len(requests)), [r.rows for r in requests])  # type: ignore[misc]
-        graphs.ingest(rows, [r.drafted_len for r in own], stops, [r.tokens for r in own])
+        graphs.ingest(rows, [r.drafted_len for r in own], stops, [r.tokens for r in own], [r.delta for r in own])
 
     def best_tokens(self, rows: list[int]) -> torch.Tensor | None:
         """Of rows of the latest round, as `GraphedTarget.best_tokens`."""

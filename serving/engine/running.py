@@ -28,7 +28,7 @@ from paceline.serving.target_model.prefix_cache import DraftWriter
 if TYPE_CHECKING:
     from paceline.serving.sampling.draw import TokenCounts, TokenLimits
     from paceline.serving.sampling.grammar_state import GrammarState
-from paceline.serving.drafters.slots import DrafterSlots
+from paceline.serving.drafters.slots import DrafterSlots, Pin
 from paceline.serving.target_model.kv_cache import PageAllocator
 
 
@@ -80,6 +80,8 @@ class RunningRequest:
     is_pinned: bool = False
     slot: str | None = None
     version: str = ""
+    delta: int = -1
+    """Of the slot's drafter, -1 = its own weights."""
     tokens: list[int] = field(default_factory=list)
     context_len: int = 0
     drafted_len: int = 0
@@ -261,7 +263,7 @@ class DrafterPins:
         """Choose the drafter version once, a preempted request keeps its own; whether it was chosen now."""
         is_new = not request.is_pinned
         if is_new:
-            request.slot, request.version = self._choose(request)
+            request.slot, request.version, request.delta = self._choose(request)
             request.is_pinned = True
         self._note_writer(request)
         return is_new
@@ -269,18 +271,18 @@ class DrafterPins:
     def follow_class(self, request: RunningRequest) -> None:
         """Pin a request anew whose prompt has told its class, before its first draft; it loses nothing but rows that its
         new drafter reads again."""
-        slot, version = self._choose(request)
-        if slot == request.slot:
-            self._slots.unpin(slot)
+        pin = self._choose(request)
+        if (pin.slot, pin.delta) == (request.slot, request.delta):
+            self._slots.unpin(pin.slot, pin.delta)
             return
         self.unpin(request)
-        request.slot, request.version, request.is_pinned = slot, version, True
+        (request.slot, request.version, request.delta), request.is_pinned = pin, True
         request.drafted_len, request.draft_writer = 0, None
         self._note_writer(request)
         if request.draft_writer is not None:
             request.drafted_len = self._allocator.num_drafted_rows(request.request_id, request.draft_writer)
 
-    def _choose(self, request: RunningRequest) -> tuple[str | None, str]:
+    def _choose(self, request: RunningRequest) -> Pin:
         return self._slots.pin(request.request.group, request.request_id, request.bucket)
 
     def _note_writer(self, request: RunningRequest) -> None:
@@ -292,7 +294,7 @@ class DrafterPins:
         """Let the drafter version of a request that has ended go."""
         self.forget(request)
         if request.is_pinned:
-            self._slots.unpin(request.slot)
+            self._slots.unpin(request.slot, request.delta)
             request.is_pinned = False
 
     def may_share(self, request: RunningRequest) -> bool:

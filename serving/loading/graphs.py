@@ -83,7 +83,7 @@ class EngineGraphs:
             if form == "make_static":
                 graphs = DraftGraphs(
                     graphs, self.target.staging, self.target.tables, self.target.trees, kv.features, target.kernels,
-                    config.tree, vocab_size=target.vocab_size, **limits,
+                    config.tree, vocab_size=target.vocab_size, has_deltas=getattr(drafter, "num_deltas", 0) > 0, **limits,
                 )  # fmt: skip
                 self._drafting.append((drafter, graphs))
             self._drafters.append(graphs)

@@ -24,12 +24,12 @@ class NativeHead:
         self._forward, c = forward, forward.config
         self._rows = torch.arange(c.num_rows)
         self._every = torch.ones(1, c.num_rows, dtype=torch.bool)
-        self._decoder = GrowingDecoder(c, dtype)
+        self.decoder = GrowingDecoder(c, dtype)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Replace all weights. state: of the model, checked by the caller."""
-        c, own = self._forward.config, self._decoder.pack(state)
+        c, own = self._forward.config, self.decoder.pack(state)
         names = [f"layers.{i}." for i in range(c.num_layers)]
         layers = [
             own.layer(
@@ -48,7 +48,7 @@ class NativeHead:
             norm=own.vector("cond_norm"),
             context_kv=own.product(*(name + "kv_proj.weight" for name in names)),
         )
-        self._decoder.load(
+        self.decoder.load(
             layers=layers, head=own.head(self._forward), final_norm=own.vector("final_norm"), condition=condition
         )
 
@@ -59,7 +59,7 @@ class NativeHead:
     def ingest(self, inputs: DraftInputs) -> None:
         """Write the K/V of the new rows, of which there are some."""
         assert inputs.new_features is not None
-        decoder = self._decoder.reach(int(inputs.new_positions.max()) + 1)
+        decoder = self.decoder.reach(int(inputs.new_positions.max()) + 1)
         decoder.write_context(inputs.new_features, inputs.new_positions, inputs.new_slots, self._pool)
 
     def propose(self, inputs: DraftInputs, scales: torch.Tensor) -> Proposal:
@@ -68,7 +68,7 @@ class NativeHead:
         batch = inputs.context_lens.numel()
         x = forward.block_rows(inputs.anchor_token_ids)
         positions = (inputs.context_lens[:, None] + self._rows).flatten()
-        decoder = self._decoder.reach(int(positions.max()) + 1)
+        decoder = self.decoder.reach(int(positions.max()) + 1)
         features, new_context = inputs.new_features, (inputs.new_positions, inputs.new_slots)
         most, parts = SPARE_ROWS // rows, []
         for at in range(0, batch, most):
@@ -84,6 +84,7 @@ class NativeHead:
                 features=features,
                 new_context=None if features is None else new_context,
                 ancestors=None if c.is_causal else self._every.expand(count * rows, -1),
+                deltas=None if inputs.deltas is None else inputs.deltas[part],
                 tail=c.num_slots,
             )
             parts.append(logits)

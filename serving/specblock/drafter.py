@@ -83,8 +83,9 @@ class SpecBlockDrafter(TrainedDrafter):
         """
         limits = {"max_requests": max_requests, "max_leaves": max_leaves, "max_context": max_context}
         self._graphs = PassGraphs(
-            self.make_static(kernels, **limits), feature_size=self.config.feature_size, dtype=self.dtype, **limits
-        )
+            self.make_static(kernels, **limits), feature_size=self.config.feature_size, dtype=self.dtype,
+            has_deltas=self.num_deltas > 0, **limits,
+        )  # fmt: skip
         return self._graphs
 
     def make_static(self, kernels: Kernels, *, max_requests: int, max_leaves: int, max_context: int) -> StaticSpecBlock:
@@ -99,6 +100,8 @@ class SpecBlockDrafter(TrainedDrafter):
         """Allocate the pool anew, with spare rows for padding behind those that it has; returns how many it has."""
         num_rows = self._num_rows
         self._native, self.kv_dtype = None, self.dtype  # its keys are turned otherwise
+        if self.num_deltas:
+            self.hold_deltas(self.num_deltas, self.delta_rank)
         self.pool = self.pool.new_empty(0)  # the old one goes before the new one comes
         self._attention.bind(self.pool, 0)
         self.alloc(num_rows + num_graph_rows(max_requests, self.caps.max_depth))

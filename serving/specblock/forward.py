@@ -109,7 +109,8 @@ class SlotForward(DrafterForward):
         cond, last = self.conditions(inputs), self.config.num_layers - 1
         x, qkv = self._to_last_layer(attention, inputs, cond)
         attended = attention.newest_rows(last, qkv)  # only the newest row of each request drafts
-        proposal = self.heads(self.finish(attention.newest(x), attended, last), scales[0], rank)
+        chosen = self.choose_deltas(inputs.deltas, self.config.num_slots)
+        proposal = self.heads(self.finish(attention.newest(x), attended, last, chosen), scales[0], rank)
         if not self.config.inherits_hidden:  # the next block starts from the anchor rows' features
             proposal.hidden = self.anchor_hidden(cond, inputs)
         return proposal
@@ -127,9 +128,13 @@ class SlotForward(DrafterForward):
         # The hidden state is that of the leaf's slot; which token the leaf holds enters by its embedding.
         cells, owner = attention.open_leaves(inputs, frontier)
         x = self.fuse(hidden.flatten(0, 1).index_select(0, cells), frontier.token_ids)
+        deltas = inputs.deltas
+        if deltas is not None:
+            deltas = deltas.expand(cells.numel()) if owner is None else deltas.index_select(0, owner)
+        chosen = self.choose_deltas(deltas, self.config.num_slots)
         for i in range(self.config.num_layers):
             x, qkv = self.project(i, x)
-            x = self.finish(x, attention.leaves(i, qkv), i)
+            x = self.finish(x, attention.leaves(i, qkv), i, chosen)
         scale = scales[1].expand(cells.numel(), -1) if owner is None else scales[1].index_select(0, owner)
         return self.heads(x, scale, rank)
 
@@ -154,9 +159,10 @@ class SlotForward(DrafterForward):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """All layers of the new rows but the attention and MLP of the last one: x (R * K, H), qkv (R * K, ..)."""
         x, last = self.fuse(cond, inputs.new_token_ids), self.config.num_layers - 1
+        chosen = self.choose_deltas(inputs.new_row_deltas(), self.config.num_slots) if last else None
         for i in range(last):
             x, qkv = self.project(i, x)
-            x = self.finish(x, attention.rows(i, qkv), i)
+            x = self.finish(x, attention.rows(i, qkv), i, chosen)
         return self.project(last, x)
 
     def fuse(self, cond: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

@@ -28,17 +28,17 @@ class NativeSpecBlock:
         """dtype: of the layers' weights and of the pool, float32 or bfloat16."""
         self._forward = forward
         self._slots = torch.arange(forward.config.num_slots)
-        self._decoder = GrowingDecoder(forward.config, dtype)
+        self.decoder = GrowingDecoder(forward.config, dtype)
 
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor]) -> None:
         """Replace all weights. state: of the model, checked by the caller."""
-        c, own = self._forward.config, self._decoder.pack(state)
+        c, own = self._forward.config, self.decoder.pack(state)
         layers = []
         for i in range(c.num_layers):
             shift = own.product(f"shifts.{i - 1}.weight") if i > 0 and c.has_shift else None
             layers.append(own.layer(f"layers.{i}.", "qkv_proj.weight", shift=shift))
-        self._decoder.load(
+        self.decoder.load(
             layers=layers, head=own.head(self._forward), final_norm=own.vector("final_norm"), block=c.num_slots
         )
 
@@ -69,7 +69,8 @@ class NativeSpecBlock:
         before = inputs.context_lens.index_select(0, request) - 1  # the anchor's row
         positions = (before if c.compat_rope else before + 1 + slot)[:, None] + 1 + self._slots
         contexts = before * k + slot + 1
-        decoder, parts = self._decoder.reach(int(positions.max()) + 1), []
+        decoder, parts = self.decoder.reach(int(positions.max()) + 1), []
+        deltas = None if inputs.deltas is None else inputs.deltas.index_select(0, request)
         for at in range(0, request.numel(), SPARE_ROWS):
             part = slice(at, at + SPARE_ROWS)
             count = min(SPARE_ROWS, request.numel() - at)
@@ -84,6 +85,7 @@ class NativeSpecBlock:
                     own,
                     self._pool,
                     table_rows=request[part],
+                    deltas=None if deltas is None else deltas[part],
                 )
             )
         out, logits = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
@@ -96,8 +98,8 @@ class NativeSpecBlock:
         positions = (inputs.new_positions[:, None] + 1 + self._slots).reshape(-1)
         own = (inputs.new_slots[:, None] * k + self._slots).reshape(-1)
         contexts = inputs.new_positions.index_select(0, inputs.cu_new[:-1]) * k
-        hidden, logits = self._decoder.reach(int(positions.max()) + 1).run_stream(
+        hidden, logits = self.decoder.reach(int(positions.max()) + 1).run_stream(
             x, positions, inputs.cu_new * k, contexts, inputs.slot_table, own, self._pool, tail=tail,
-            wants_logits=tail != 0,
+            deltas=inputs.deltas, wants_logits=tail != 0,
         )  # fmt: skip
         return hidden, logits, cond

@@ -44,14 +44,16 @@ class DraftGraphs:
         vocab_size: int,
         max_requests: int,
         max_context: int,
+        has_deltas: bool = False,
     ) -> None:
+        """has_deltas: whether requests may draft with deltas."""
         self._drafter, self._tables, self._trees, self._kernels = drafter, tables, trees, kernels
         self._staging = staging
         self._config, self._vocab_size, caps = config, vocab_size, drafter.caps
         rows = num_graph_rows(max_requests, caps.max_depth)
         self._inputs = StagedInputs(
             staging, tables, features, max_requests=max_requests, max_rows=rows, num_slots=caps.num_slots,
-            num_ranks=NUM_RANK_CLASSES,
+            num_ranks=NUM_RANK_CLASSES, has_deltas=has_deltas,
         )  # fmt: skip
         self._is_reentrant = caps.is_reentrant and config.max_frontier > 0
         self._ladders = (
@@ -112,9 +114,10 @@ class DraftGraphs:
         histories: Sequence[list[int]],
         temperatures: Sequence[float],
         kappa: np.ndarray,
+        deltas: Sequence[int] = (),
     ) -> None:
         """As `StagedInputs.stage`."""
-        self._inputs.stage(lines, starts, stops, histories, temperatures, kappa)
+        self._inputs.stage(lines, starts, stops, histories, temperatures, kappa, deltas)
 
     def rehearse(self, num_requests: int, num_rows: int, *, is_expanded: bool) -> bool:
         """Draft for so many requests with so many new rows each, over the pool's first row; False when no graph holds it.
@@ -143,13 +146,18 @@ class DraftGraphs:
         return max(steps, default=0)
 
     def ingest(
-        self, lines: Sequence[int], starts: Sequence[int], stops: Sequence[int], histories: Sequence[list[int]]
+        self,
+        lines: Sequence[int],
+        starts: Sequence[int],
+        stops: Sequence[int],
+        histories: Sequence[list[int]],
+        deltas: Sequence[int],
     ) -> None:
         """Take in rows starts..stops-1 of requests, as many as `ingest_rows` allows.  Syncs: none."""
         sizes = self._ingests.fit(sum(stops) - sum(starts), len(lines), max(stops))
         assert sizes is not None
         shape = (2, 1, self._drafter.caps.num_slots, NUM_RANK_CLASSES)
-        self.stage(lines, starts, stops, histories, [0.0] * len(lines), np.zeros(shape))
+        self.stage(lines, starts, stops, histories, [0.0] * len(lines), np.zeros(shape), deltas)
         self._staging.send()
         self._ingests.replay(sizes)
 

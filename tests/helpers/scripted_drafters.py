@@ -165,9 +165,16 @@ class WeightDrafter:
     )
     kv_row_bytes = 10
 
-    def __init__(self, value: float = 0.0) -> None:
+    def __init__(self, value: float = 0.0, num_deltas: int = 0) -> None:
         self.weight = torch.full((3,), value)
+        self.deltas = torch.zeros(num_deltas)
+        self.num_deltas = num_deltas
         self.num_pool_rows = None
+
+    def load_delta(self, at, factors):
+        if factors["added"] < 0:
+            raise DrafterMismatchError("what is added must be >= 0")
+        self.deltas[at] = factors["added"]
 
     def alloc(self, num_pool_rows):
         self.num_pool_rows = num_pool_rows

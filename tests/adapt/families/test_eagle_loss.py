@@ -210,9 +210,9 @@ def test_a_tiny_drafter_learns_a_regular_text_and_is_accepted_far_above_chance()
 def test_every_arm_of_an_online_update_trains_its_parameters(parameters, trained):
     model, embed = tiny_model(draft_vocab_size=20), torch.randn(V, EMBED)
     names = {n for n, _ in model.named_parameters()} if trained is None else trained
-    assert set(select_parameters(model, parameters)) == names
-    before = {k: v.clone() for k, v in model.state_dict().items()}
     arm = ArmSpec(name="a", parameters=parameters, num_rows=1000, learning_rate=2e-3)
+    assert set(select_parameters(model, arm)) == names
+    before = {k: v.clone() for k, v in model.state_dict().items()}
     nll = [r.nll for r in learn_all(Learner(model, TargetTables(embed), arm, seed=1), regular_traces(12) * 4, [])]
     assert {k for k, v in model.state_dict().items() if not torch.equal(v, before[k])} == names
     assert parameters == "calibration" or nll[-1] < nll[0] - 0.05

@@ -10,6 +10,7 @@ from paceline.adapt.families.row_batch import collate
 from paceline.adapt.families.target_handle import TargetTables
 from paceline.adapt.families.training import training_family
 from paceline.adapt.online.learner import select_parameters
+from paceline.contracts import ArmSpec
 from paceline.errors import ConfigError
 from tests.helpers.drafters import EMBED, V, logged_text, tiny_eagle, tiny_specblock
 
@@ -55,7 +56,7 @@ def test_rows_follow_the_drafter_that_asks():
 @KINDS
 def test_the_head_arm_learns_what_is_left_of_the_head(kind):
     model, _ = MODELS[kind](hidden_size=EMBED, shares_head=True)
-    names = select_parameters(model, "head")
+    names = select_parameters(model, ArmSpec(name="a", parameters="head", num_rows=1))
     assert "final_norm" in names and "log_beta" in names and not any(n.startswith("lm_head") for n in names)
 
 

@@ -15,6 +15,7 @@ from paceline.adapt.online.learner import (
 )
 from paceline.contracts import ArmSpec
 from paceline.errors import ConfigError, DrafterMismatchError
+from paceline.serving.drafters.deltas import LINEARS, factor_layers, merge
 from paceline.serving.sampling.request import RequestTrace
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
 
@@ -71,7 +72,7 @@ def same(a, b):
 def test_only_the_arms_parameters_change(parameters, trained):
     learner = make_learner(parameters)
     before = copied(learner.model.state_dict())
-    assert set(select_parameters(learner.model, parameters)) == trained
+    assert set(select_parameters(learner.model, arm(parameters))) == trained
     learn_all(learner, TRACES[:6], [])
     for state in (learner.model.state_dict(), learner.snapshot()):
         assert {k for k, v in state.items() if not torch.equal(v, before[k])} == trained
@@ -83,6 +84,33 @@ def test_the_full_arm_trains_every_parameter_and_lowers_the_cross_entropy():
     reports = learn_all(learner, TRACES * 3, [])
     assert len(reports) == learner.num_steps == 120 and reports[-1].nll < reports[0].nll - 0.1
     assert all(not torch.equal(p, before[n]) for n, p in learner.model.named_parameters())
+
+
+def test_a_delta_leaves_the_base_alone_and_serves_as_its_factors_say():
+    base = make_model().state_dict()
+    learner = make_learner("lora", rank=3, learning_rate=5e-3)
+    assert same(learner.snapshot(), base), "it begins at the base"
+    reports = [learner.learn(t) for t in TRACES]
+    factors, whole = learner.factors(), learner.snapshot()
+    assert same(merge(base, factors), whole) and set(whole) == set(base)
+    changes = {name for name in base if not torch.equal(base[name], whole[name])}
+    layers = {f"layers.{i}.{n}" for i in range(CONFIG.num_layers) for n in LINEARS}
+    assert changes == {name + ".weight" for name in layers} and set(factor_layers(factors)) == layers
+    assert sum(r.nll for r in reports[-5:]) < sum(r.nll for r in reports[:5])
+    again = Learner(make_model(), TargetTables(TARGET_EMBED), arm("lora", rank=3), seed=2, factors=factors)
+    torch.testing.assert_close(again.snapshot(), whole)
+    wider = Learner(make_model(), TargetTables(TARGET_EMBED), arm("lora", rank=5), seed=2, factors=factors)
+    torch.testing.assert_close(wider.snapshot(), whole)
+
+
+def test_factors_of_another_drafter_are_refused():
+    factors = make_learner("lora", rank=3).factors()
+    name = next(iter(factors))
+    for wrong in ({}, {**factors, name: factors[name][:, :-1]}, {**factors, "x.down": factors[name]}):
+        with pytest.raises(DrafterMismatchError):
+            Learner(make_model(), TargetTables(TARGET_EMBED), arm("lora", rank=3), seed=2, factors=wrong)
+    with pytest.raises(DrafterMismatchError):
+        Learner(make_model(), TargetTables(TARGET_EMBED), arm("lora", rank=2), seed=2, factors=factors)
 
 
 def test_equal_seeds_give_equal_weights():
@@ -170,7 +198,8 @@ def test_non_finite_features_are_noticed():
 
 
 @pytest.mark.parametrize("bad", [
-    {"parameters": "lora"}, {"learning_rate": 5e-3}, {"learning_rate": 0.0}, {"learning_rate": float("nan")},
+    {"parameters": "lora"}, {"parameters": "heads"}, {"learning_rate": 5e-3}, {"parameters": "lora", "rank": 2, "learning_rate": 2e-2},
+    {"learning_rate": 0.0}, {"learning_rate": float("nan")},
     {"rehearsal_share": 1.0}, {"rehearsal_share": -0.1},
 ])  # fmt: skip
 def test_arms_that_are_not_allowed_are_refused(bad):

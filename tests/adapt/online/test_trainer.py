@@ -257,7 +257,8 @@ def test_all_of_a_bursts_time_is_booked(place):
     ({"base_version": "../../x"}, "hexadecimal"),
     ({"shard_ids": []}, "has not read"),
     ({"shard_ids": ["0000000000000001_5_t_aa_math"]}, "has not read"),
-    ({"arm": ArmSpec(name="x", parameters="lora", num_rows=100)}, "arm.parameters"),
+    ({"arm": ArmSpec(name="x", parameters="heads", num_rows=100)}, "arm.parameters"),
+    ({"arm": ArmSpec(name="x", parameters="lora", num_rows=100)}, "arm.rank"),
     ({"arm": ArmSpec(name="x", parameters="full", num_rows=100, learning_rate=1e-2)}, "learning_rate"),
 ])  # fmt: skip
 def test_orders_that_cannot_be_carried_out_fail_with_a_reason(place, fields, reason):
@@ -313,6 +314,38 @@ def test_thread_count_is_restored(place):
     before = torch.get_num_threads()
     run(place, changed(place[2], shard_ids=[]), threads=1)
     assert torch.get_num_threads() == before
+
+
+LORA = ArmSpec(name="lora", parameters="lora", num_rows=8000, learning_rate=5e-3, rehearsal_share=0.25, rank=8)
+
+
+def test_a_learner_of_a_delta_registers_factors_that_add_to_the_base_and_goes_on_with_them(place, learners):
+    _, registry, job = place
+    job = changed(job, arm=LORA)
+    result = run(place, job, should_stop=stop_at(260), learners=learners)
+    assert result.status == "accepted", result.reason
+    manifest, base = registry.get_manifest(result.version), registry.get_manifest(job.base_version)
+    assert (manifest.parent, manifest.delta_of, manifest.arm) == (job.base_version, job.base_version, "lora")
+    assert manifest.num_bytes < base.num_bytes
+    factors, whole = registry.load_own(result.version), registry.load_state(result.version)
+    before, after = registry.load_state(job.base_version), whole
+    changes = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changes == {name.removesuffix(".down") + ".weight" for name in factors if name.endswith(".down")}
+    assert torch.linalg.matrix_rank(after["layers.0.down_proj.weight"] - before["layers.0.down_proj.weight"]) <= 8
+    read = learners.load(key_of(job, result.version))[0]
+    assert all(torch.equal(read[f"mean/{name}"], factors[name]) for name in factors)
+    again = run(place, changed(job, base_version=result.version, job_id="j2"), learners=learners)
+    assert again.incumbent.version == result.version and again.num_rows > 0, again.reason
+    if again.version is not None:
+        assert registry.get_manifest(again.version).delta_of == job.base_version, "deltas do not pile up"
+
+
+def test_whole_weights_can_be_learned_from_a_delta(place, learners):
+    _, registry, job = place
+    made = run(place, changed(job, arm=LORA), should_stop=stop_at(260), learners=learners)
+    again = run(place, changed(job, base_version=made.version, job_id="j2"), learners=learners)
+    assert again.incumbent.version == made.version and again.candidate.acceptance_length > 0, again.reason
+    assert again.version is None or registry.get_manifest(again.version).delta_of is None
 
 
 @pytest.mark.parametrize("parameters", ["calibration", "head"])

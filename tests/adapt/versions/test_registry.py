@@ -36,6 +36,54 @@ def test_same_content_is_the_same_version_and_other_target_is_another(tmp_path):
     assert a == b and c.version != a.version and len(registry.list()) == 2
 
 
+def whole_state():
+    return {"layer.o_proj.weight": torch.randn(6, 4, generator=torch.Generator().manual_seed(1)), "norm": torch.ones(6)}
+
+
+def factors(rank=2, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "layer.o_proj.down": torch.randn(rank, 4, generator=g),
+        "layer.o_proj.up": torch.randn(6, rank, generator=g),
+    }
+
+
+def test_a_delta_is_read_as_its_factors_and_as_whole_weights(tmp_path):
+    registry = DrafterRegistry(tmp_path)
+    base = registry.put(whole_state(), **FIELDS).version
+    delta = registry.put(factors(), **FIELDS, parent=base, delta_of=base)
+    assert delta.delta_of == base and registry.get_manifest(delta.version) == delta
+    own, whole = registry.load_own(delta.version), registry.load_state(delta.version, target_version="t1")
+    assert all(torch.equal(own[k], v) for k, v in factors().items())
+    added = factors()["layer.o_proj.up"] @ factors()["layer.o_proj.down"]
+    assert torch.equal(whole["layer.o_proj.weight"], whole_state()["layer.o_proj.weight"] + added)
+    assert torch.equal(whole["norm"], torch.ones(6)) and set(whole) == set(whole_state())
+
+
+def test_the_same_factors_on_another_base_are_another_version(tmp_path):
+    registry = DrafterRegistry(tmp_path)
+    bases = [registry.put({**whole_state(), "norm": torch.full((6,), v)}, **FIELDS).version for v in (1.0, 2.0)]
+    deltas = {registry.put(factors(), **FIELDS, delta_of=base).version for base in bases}
+    assert len(deltas) == 2 and DrafterRegistry.version_of(factors(), **FIELDS, delta_of=bases[0]) in deltas
+
+
+def test_a_delta_adds_to_whole_weights_that_are_there_and_fit(tmp_path):
+    registry = DrafterRegistry(tmp_path)
+    base = registry.put(whole_state(), **FIELDS).version
+    delta = registry.put(factors(), **FIELDS, delta_of=base).version
+    with pytest.raises(DrafterMismatchError, match="a delta itself"):
+        registry.put(factors(seed=1), **FIELDS, delta_of=delta)
+    with pytest.raises(ManifestError, match="not in the registry"):
+        registry.put(factors(seed=1), **FIELDS, delta_of="0" * 12)
+    narrow = {**factors(), "layer.o_proj.down": torch.zeros(2, 5)}
+    wrong = registry.put(narrow, **FIELDS, delta_of=base).version
+    with pytest.raises(DrafterMismatchError, match="fit the base"):
+        registry.load_state(wrong)
+    registry.delete_weights(base)
+    with pytest.raises(ManifestError, match="missing"):
+        registry.load_state(delta)
+
+
 def test_wrong_target_is_refused(tmp_path):
     registry = DrafterRegistry(tmp_path)
     m = registry.put(state(), **FIELDS)

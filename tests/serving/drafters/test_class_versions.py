@@ -10,7 +10,7 @@ import torch
 
 from paceline.contracts import Group, is_canary
 from paceline.errors import DrafterMismatchError
-from paceline.serving.drafters.slots import LOAD_SHARE, DrafterSlots
+from paceline.serving.drafters.slots import LOAD_SHARE, DrafterSlots, Pin, delta_name
 from tests.helpers.scripted_drafters import WeightDrafter
 
 
@@ -30,7 +30,7 @@ def load(slots: DrafterSlots, version: str) -> bool:
 
 def ask(slots: DrafterSlots, bucket: str) -> str:
     """The version that a request of a class is given, which ends at once."""
-    slot, version = slots.pin(Group.ADAPTIVE, "r", bucket)
+    slot, version, *_ = slots.pin(Group.ADAPTIVE, "r", bucket)
     slots.unpin(slot)
     return version
 
@@ -45,7 +45,7 @@ def test_a_class_has_its_own_version_once_it_is_resident_and_the_live_one_meanwh
     held = slots.pin(Group.ADAPTIVE, "r", "math")
     slots.route({"code": "v3"})
     assert ask(slots, "math") == "v1" and slots.versions()[held[0]] == "v2", "a request keeps what it was given"
-    assert slots.pin(Group.STATIC, "r", "code")[1] == "v1" and slots.pin(Group.PLAIN, "r", "code") == (None, "")
+    assert slots.pin(Group.STATIC, "r", "code")[1] == "v1" and slots.pin(Group.PLAIN, "r", "code") == (None, "", -1)
 
 
 def test_what_most_requests_ask_for_in_vain_is_wanted_first():
@@ -94,7 +94,7 @@ def test_a_pinned_version_stays_whoever_asks():
     slots = make_slots(1)
     slots.route({"math": "v2", "code": "v3"})
     load(slots, "v2")
-    slot, _ = slots.pin(Group.ADAPTIVE, "r", "math")
+    slot, *_ = slots.pin(Group.ADAPTIVE, "r", "math")
     ask(slots, "code")
     assert not load(slots, "v3") and slots.versions()[slot] == "v2"
     slots.unpin(slot)
@@ -127,7 +127,7 @@ def test_classes_that_fill_their_slots_under_load_do_not_keep_the_next_live_vers
     assert not load(slots, "v4")
     assert slots.stage("v5", {})
     slots.publish("v5")
-    assert [version for _, version in pins] == ["v2", "v3", "v1"]
+    assert [pin.version for pin in pins] == ["v2", "v3", "v1"]
     assert [ask(slots, b) for b in ("math", "code", "chat")] == ["v2", "v3", "v5"]
 
 
@@ -154,7 +154,7 @@ def test_a_class_takes_no_room_for_what_is_live_or_first():
     assert slots.missing() == [] and slots.served() == {"math": "v1", "code": "v2"}
     slots.stage("v3", state(3.0)), slots.publish("v3")
     slots.stage("v4", state(4.0)), slots.publish("v4")
-    assert slots.pin(Group.ADAPTIVE, "r", "math") == ("first", "v1") and ask(slots, "code") == "v4"
+    assert slots.pin(Group.ADAPTIVE, "r", "math") == ("first", "v1", -1) and ask(slots, "code") == "v4"
     assert not load(slots, "v2"), "no slot is for classes here"
 
 
@@ -162,7 +162,7 @@ def test_a_version_that_fails_leaves_its_classes_to_the_live_one():
     slots = make_slots()
     slots.route({"math": "v2"})
     load(slots, "v2")
-    slot, _ = slots.pin(Group.ADAPTIVE, "r", "math")
+    slot, *_ = slots.pin(Group.ADAPTIVE, "r", "math")
     slots.mark_failed(slot, "NaN")
     assert ask(slots, "math") == "v1" and slots.failures() == {"v2": "NaN"} and slots.served() == {}
     slots.mark_failed(slots.live_slot, "NaN")
@@ -221,24 +221,85 @@ def test_every_slot_counts_in_the_bytes_of_a_row_and_has_its_drafter_before_grap
     assert any(slots.drafter(name) is prepared[name] for name in "BCDE"), "captured addresses stay valid"
 
 
+def delta_slots(num_deltas: int = 2, **kwargs) -> DrafterSlots:
+    return make_slots(0, first=WeightDrafter(1.0, num_deltas), **kwargs)
+
+
+def test_deltas_of_the_first_version_are_served_beside_it_in_one_slot():
+    slots = delta_slots()
+    slots.route({"math": "v2", "code": "v3"})
+    assert slots.takes_delta("v1") and not slots.takes_delta("v2") and not make_slots().takes_delta("v1")
+    assert slots.missing() == ["v2", "v3"] and load_delta(slots, "v2") and load_delta(slots, "v3")
+    assert slots.served() == {"math": "v2", "code": "v3"} and slots.missing() == []
+    pins = {b: slots.pin(Group.ADAPTIVE, "r", b) for b in ("math", "code", "chat")}
+    assert pins == {"math": ("first", "v2", 0), "code": ("first", "v3", 1), "chat": ("first", "v1", -1)}
+    assert slots.pin(Group.STATIC, "r", "math") == ("first", "v1", -1), "the hold-back keeps the first version"
+    assert {"first": "v1", "first+0": "v2", "first+1": "v3"}.items() <= slots.versions().items()
+
+
+def test_a_delta_gives_its_place_to_one_that_is_asked_for_since_and_never_under_a_request():
+    slots = delta_slots(1)
+    slots.route({"math": "v2", "code": "v3"})
+    ask(slots, "math")
+    load_delta(slots, "v2")
+    held = slots.pin(Group.ADAPTIVE, "r", "math")
+    ask(slots, "code")
+    assert not load_delta(slots, "v3"), "a request drafts with it"
+    slots.unpin(held.slot, held.delta)
+    assert load_delta(slots, "v3") and slots.served() == {"code": "v3"}
+    assert not load_delta(slots, "v2"), "nobody has asked since"
+
+
+def test_a_delta_that_does_not_fit_leaves_its_place_empty_and_is_wanted_still():
+    slots = delta_slots(1)
+    slots.route({"math": "v2"})
+    with pytest.raises(DrafterMismatchError):
+        slots.load_delta("v2", lambda: {"added": -1.0})
+    assert slots.missing() == ["v2"] and slots.served() == {} and load_delta(slots, "v2")
+
+
+def test_a_failed_first_drafter_takes_its_deltas_with_it():
+    slots = delta_slots()
+    slots.route({"math": "v2"})
+    load_delta(slots, "v2")
+    slots.mark_failed("first", "test")
+    assert slots.served() == {} and not slots.takes_delta("v1") and slots.missing() == ["v2"]
+    assert slots.pin(Group.ADAPTIVE, "r", "math") == ("A", "v1", -1)
+
+
+def test_a_place_whose_delta_nobody_wants_goes_first():
+    slots = delta_slots(2)
+    slots.route({"math": "v2", "code": "v3"})
+    load_delta(slots, "v2"), load_delta(slots, "v3")
+    slots.route({"code": "v3", "chat": "v4"})
+    assert load_delta(slots, "v4") and slots.served() == {"code": "v3", "chat": "v4"}
+
+
 OPERATIONS = ["pin", "unpin", "stage", "publish", "canary", "off", "fail", "route", "load", "load", "missing"]
 BUCKETS = ("math", "code", "chat", "law")
 
 
+def load_delta(slots: DrafterSlots, version: str) -> bool:
+    return slots.load_delta(version, lambda: {"added": float(version[1:])})
+
+
+@pytest.mark.parametrize("num_deltas", [0, 2])
 @pytest.mark.parametrize("num_class_slots", range(4))
-@pytest.mark.parametrize("seed", range(40))
-def test_any_sequence_leaves_pinned_weights_alone_and_the_live_version_room(num_class_slots, seed):
+@pytest.mark.parametrize("seed", range(20))
+def test_any_sequence_leaves_pinned_weights_alone_and_the_live_version_room(num_deltas, num_class_slots, seed):
+    """Where there is room for deltas, every second version is one."""
     rng = random.Random(seed)
     operations = [(rng.choice(OPERATIONS), rng.randrange(1000)) for _ in range(150)]
-    slots = make_slots(num_class_slots, first=WeightDrafter(1.0))
-    pins: list[tuple[str | None, str]] = []
+    slots = make_slots(num_class_slots, first=WeightDrafter(1.0, num_deltas))
+    pins: list[Pin] = []
     number = 1
     for name, value in operations:
         if name == "pin":
             group = Group.STATIC if value % 7 == 0 else Group.ADAPTIVE
             pins.append(slots.pin(group, f"r{value}", (*BUCKETS, "")[value % 5]))
         elif name == "unpin" and pins:
-            slots.unpin(pins.pop(value % len(pins))[0])
+            pin = pins.pop(value % len(pins))
+            slots.unpin(pin.slot, pin.delta)
         elif name == "stage":
             number += 1
             version = f"v{number if value % 2 else value % number + 1}"
@@ -260,22 +321,29 @@ def test_any_sequence_leaves_pinned_weights_alone_and_the_live_version_room(num_
         elif name == "load":
             wanted = slots.missing()
             if wanted:
-                load(slots, wanted[value % len(wanted)])
+                version = wanted[value % len(wanted)]
+                is_delta = int(version[1:]) % 2 == 0 and slots.takes_delta("v1")
+                (load_delta if is_delta else load)(slots, version)
         held = slots.versions()
-        assert all(held[slot] == version for slot, version in pins if slot is not None)
-        for slot, version in pins:
+        for slot, version, delta in pins:
             drafter = slots.drafter(slot)
-            assert drafter is None or float(drafter.weight[0]) == float(version[1:]), "a pinned slot was overwritten"
-        assert sum(slots.num_pins().values()) == sum(slot is not None for slot, _ in pins)
-        assert len(held) <= 3 + num_class_slots
+            assert slot is None or held[slot if delta < 0 else delta_name(delta)] == version
+            if drafter is not None:
+                own = drafter.weight[0] if delta < 0 else drafter.deltas[delta]
+                assert float(own) == float(version[1:]), "what a request is pinned to was overwritten"
+                assert delta < 0 or held[slot] == "v1", "a delta adds to the first one's weights"
+        assert sum(slots.num_pins().values()) == sum((pin.slot is not None) + (pin.delta >= 0) for pin in pins)
+        assert len(held) <= 3 + num_class_slots + num_deltas
         routes = slots._routes
         for bucket, version in slots.served().items():
-            slot = slots._served[bucket]
-            assert routes[bucket] == version == held[slot] and not slots._slots[slot].failure
-        own = {n for n in slots._served.values() if n not in ("first", slots._live, slots._staged, slots._canary)}
+            slot, delta = slots._served[bucket]
+            assert routes[bucket] == version == held[slot if delta < 0 else delta_name(delta)]
+            assert not slots._slots[slot].failure
+        own = {n for n, _ in slots._served.values() if n not in ("first", slots._live, slots._staged, slots._canary)}
         assert len(own) <= num_class_slots, "classes are given more slots than are theirs"
-    for slot, _ in pins:
-        slots.unpin(slot)
+    for pin in pins:
+        slots.unpin(pin.slot, pin.delta)
+    assert not any(slots.num_pins().values())
     slots.set_canary("", 0)
     assert slots.stage("v999", state(999.0)), "an idle engine can always take the next live version"
     slots.publish("v999")

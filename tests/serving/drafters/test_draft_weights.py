@@ -25,16 +25,16 @@ def test_a_request_keeps_the_version_it_was_admitted_with():
     slots = make_slots()
     old = slots.pin(Group.ADAPTIVE)
     assert slots.stage("v2", state(2.0))
-    assert slots.pin(Group.ADAPTIVE) == ("A", "v1"), "staging must not change what requests get"
+    assert slots.pin(Group.ADAPTIVE) == ("A", "v1", -1), "staging must not change what requests get"
     slots.publish("v2")
     new = slots.pin(Group.ADAPTIVE)
-    assert (old, new) == (("A", "v1"), ("B", "v2"))
+    assert (old, new) == (("A", "v1", -1), ("B", "v2", -1))
     assert slots.drafter("A").weight[0] == 1.0 and slots.drafter("B").weight[0] == 2.0
 
 
 def test_a_third_version_waits_for_a_free_slot_and_the_newest_wins():
     slots = make_slots()
-    slot, _ = slots.pin(Group.ADAPTIVE)
+    slot, *_ = slots.pin(Group.ADAPTIVE)
     slots.stage("v2", state(2.0))
     slots.publish()
     assert not slots.stage("v3", state(3.0))
@@ -43,7 +43,7 @@ def test_a_third_version_waits_for_a_free_slot_and_the_newest_wins():
     slots.unpin(slot)
     assert slots.stage_waiting() and slots.waiting_version is None
     slots.publish("v4")
-    assert slots.pin(Group.ADAPTIVE) == ("A", "v4")
+    assert slots.pin(Group.ADAPTIVE) == ("A", "v4", -1)
     assert slots.drafter("A").weight[0] == 4.0
 
 
@@ -113,31 +113,31 @@ def test_only_usable_weights_of_an_adaptive_slot_are_resident():
 def test_the_hold_back_group_uses_the_first_drafter():
     slots = make_slots(first=WeightDrafter(1.0))
     shared = slots.pin(Group.STATIC)
-    assert shared == ("A", "v1"), "while the live version is the first one, both groups share a drafting pass"
+    assert shared == ("A", "v1", -1), "while the live version is the first one, both groups share a drafting pass"
     slots.stage("v2", state(2.0))
     slots.publish()
-    assert slots.pin(Group.STATIC) == ("first", "v1")
-    assert slots.pin(Group.ADAPTIVE) == ("B", "v2")
+    assert slots.pin(Group.STATIC) == ("first", "v1", -1)
+    assert slots.pin(Group.ADAPTIVE) == ("B", "v2", -1)
 
 
 def test_plain_requests_and_engines_without_drafter_pin_nothing():
-    assert make_slots().pin(Group.PLAIN) == (None, "")
+    assert make_slots().pin(Group.PLAIN) == (None, "", -1)
     empty = DrafterSlots()
-    assert empty.pin(Group.ADAPTIVE) == (None, "") and empty.versions() == {}
+    assert empty.pin(Group.ADAPTIVE) == (None, "", -1) and empty.versions() == {}
     empty.unpin(None)
 
 
 def test_a_failed_slot_drafts_no_more_and_takes_no_new_requests():
     slots = make_slots()
-    name, _ = slots.pin(Group.ADAPTIVE)
+    name, *_ = slots.pin(Group.ADAPTIVE)
     slots.mark_failed(name, "NaN")
     slots.mark_failed(name, "again")
     assert slots.drafter(name) is None and slots.num_failures == 1
-    assert slots.pin(Group.ADAPTIVE) == (None, "")
+    assert slots.pin(Group.ADAPTIVE) == (None, "", -1)
     assert slots.failures() == {"v1": "NaN"}
     slots.stage("v2", state(2.0))
     slots.publish()
-    assert slots.pin(Group.ADAPTIVE) == ("B", "v2")
+    assert slots.pin(Group.ADAPTIVE) == ("B", "v2", -1)
 
 
 def test_a_failed_version_can_be_staged_again_once_its_slot_is_idle():
@@ -147,7 +147,7 @@ def test_a_failed_version_can_be_staged_again_once_its_slot_is_idle():
     slots.mark_failed("B", "NaN")
     assert slots.stage("v2", state(2.5))
     slots.publish()
-    assert slots.pin(Group.ADAPTIVE) == ("A", "v2")
+    assert slots.pin(Group.ADAPTIVE) == ("A", "v2", -1)
 
 
 def test_every_drafter_gets_kv_for_all_pool_rows():
@@ -169,10 +169,10 @@ def test_a_canary_serves_its_share_of_adaptive_requests_and_nobody_else():
     assert (slots.canary_version, slots.live_version) == ("v2", "v1")
     ids = [f"r{k}" for k in range(2000)]
     served = {i: slots.pin(Group.ADAPTIVE, i) for i in ids}
-    assert {i for i, (_, v) in served.items() if v == "v2"} == {i for i in ids if is_canary(i, "v2", 10)}
-    assert 120 < sum(v == "v2" for _, v in served.values()) < 280
+    assert {i for i, (_, v, _) in served.items() if v == "v2"} == {i for i in ids if is_canary(i, "v2", 10)}
+    assert 120 < sum(v == "v2" for _, v, _ in served.values()) < 280
     own = ids_of("v2", 10, True)[0]
-    assert slots.pin(Group.STATIC, own)[1] == "v1" and slots.pin(Group.PLAIN, own) == (None, "")
+    assert slots.pin(Group.STATIC, own)[1] == "v1" and slots.pin(Group.PLAIN, own) == (None, "", -1)
     assert slots.pin(Group.ADAPTIVE)[1] == "v1", "a request without an id is no canary"
 
 
@@ -181,7 +181,7 @@ def test_promotion_is_a_flip_and_calling_off_frees_the_slot_when_its_requests_ha
     own = ids_of("v2", 50, True)[0]
     slots.stage("v2", state(2.0))
     slots.set_canary("v2", 50)
-    name, _ = slots.pin(Group.ADAPTIVE, own)
+    name, *_ = slots.pin(Group.ADAPTIVE, own)
     assert not slots.stage("v3", state(3.0)), "the canary's slot is not idle"
     slots.set_canary("", 0)
     assert slots.pin(Group.ADAPTIVE, own)[1] == "v1"
@@ -199,7 +199,7 @@ def test_new_requests_of_a_failed_canary_get_the_live_version():
     own = ids_of("v2", 50, True)[0]
     slots.stage("v2", state(2.0))
     slots.set_canary("v2", 50)
-    name, _ = slots.pin(Group.ADAPTIVE, own)
+    name, *_ = slots.pin(Group.ADAPTIVE, own)
     slots.mark_failed(name, "NaN")
     assert slots.drafter(name) is None and slots.pin(Group.ADAPTIVE, own)[1] == "v1"
 
@@ -225,10 +225,10 @@ def test_no_request_is_pinned_to_a_slot_while_its_weights_are_overwritten():
     slots = DrafterSlots(WatchedDrafter(1.0), "v1", spawn=WeightDrafter)
     slots.stage("v2", state(2.0))
     slots.publish("v2")
-    assert slots.pin(Group.STATIC) == ("A", "v1")
+    assert slots.pin(Group.STATIC) == ("A", "v1", -1)
     slots.unpin("A")
     assert slots.stage("v3", state(3.0)), "the slot of the version before is idle"
-    assert pinned == [(None, "")], "half of v3 must not pass for v1"
+    assert pinned == [(None, "", -1)], "half of v3 must not pass for v1"
     assert slots.versions()["A"] == "v3"
 
 
@@ -243,7 +243,7 @@ def test_weights_whose_copy_broke_off_are_used_by_nobody():
     slots.publish("v2")
     with pytest.raises(RuntimeError):
         slots.stage("v3", state(3.0))
-    assert slots.pin(Group.STATIC) == (None, "") and "out of memory" in slots.failures()["v1"]
+    assert slots.pin(Group.STATIC) == (None, "", -1) and "out of memory" in slots.failures()["v1"]
 
 
 def test_what_is_not_resident_or_is_live_cannot_be_a_canary():
@@ -267,7 +267,7 @@ def test_pins_balance_and_hold_their_version_through_any_sequence_of_canaries_an
             group = Group.STATIC if value % 5 == 0 else Group.PLAIN if value % 5 == 1 else Group.ADAPTIVE
             pins.append(slots.pin(group, f"r{value}"))
         elif name == "unpin" and pins:
-            slots.unpin(pins.pop(value % len(pins))[0])
+            slots.unpin(pins.pop(value % len(pins)).slot)
         elif name == "stage":
             number += 1
             slots.stage(f"v{number}", state(float(number)))
@@ -280,10 +280,10 @@ def test_pins_balance_and_hold_their_version_through_any_sequence_of_canaries_an
         elif name == "fail" and value % 7 == 0:
             slots.mark_failed(slots._live, "test")
         held = slots.versions()
-        assert all(held[slot] == version for slot, version in pins if slot is not None)
-        drafted = [(slots.drafter(slot), version) for slot, version in pins]
+        assert all(held[slot] == version for slot, version, _ in pins if slot is not None)
+        drafted = [(slots.drafter(slot), version) for slot, version, _ in pins]
         assert all(float(d.weight[0]) == float(v[1:]) for d, v in drafted if d is not None), (
             "a failed one drafts nothing"
         )
-        assert sum(slots.num_pins().values()) == sum(slot is not None for slot, _ in pins)
+        assert sum(slots.num_pins().values()) == sum(slot is not None for slot, *_ in pins)
         assert len(held) <= 3 and slots.canary_version != slots.live_version

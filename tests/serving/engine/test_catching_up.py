@@ -20,7 +20,7 @@ def request(index, context_len, drafted_len):
     tokens = [100 * index + i for i in range(context_len + 1)]
     return SimpleNamespace(
         request_id=f"r{index}", tokens=tokens, context_len=context_len, drafted_len=drafted_len,
-        request=SimpleNamespace(tenant=""),
+        request=SimpleNamespace(tenant=""), delta=-1,
     )  # fmt: skip
 
 
