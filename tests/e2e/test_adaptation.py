@@ -1,4 +1,4 @@
-"""The loop closes on the real stack: traffic shifts, a drafter is trained on captured rows, gated, swapped in, and drafts better."""
+"""The loop closes on the real stack: traffic shifts, a delta is trained on captured rows, gated, swapped in, and drafts better."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         api_token="t",
         port=0,
         # a fixed budget: acceptance length then tells of the drafter, not of whether speculation pays here
-        engine=EngineConfig(num_threads=1, tree=TreeConfig(max_draft_tokens=8, policy="fixed")),
+        engine=EngineConfig(num_threads=1, tree=TreeConfig(max_draft_tokens=8, policy="fixed"), max_class_deltas=4),
         trainer_resources=TrainerResources(niceness=0),  # other tests keep the cores busy
         trace=TraceConfig(shard_rows=256, flush_interval_s=1.0),
         rollout=RolloutConfig(min_requests=4, max_requests=20, max_s=60.0, quiet_s=1.0),
@@ -114,7 +114,8 @@ def test_a_shift_is_learned_gated_and_swapped_in(service: Service) -> None:
     registry = DrafterRegistry(StorePaths.of(service.config).registry)
     manifest = registry.get_manifest(version)
     assert manifest.parent == first and manifest.bucket == BUCKET and manifest.num_train_rows > 0
-    assert registry.get_manifest(first).parent is None
+    assert (manifest.arm, manifest.delta_of) == ("lora", first) and registry.get_manifest(first).parent is None
+    assert state()["replica"]["slots"]["first+0"] == version, "it drafts beside the first drafter"
 
     entries = wait_for(
         lambda: (e := state()["ledger_entries"]) and {"training", "shadow", "staging"} <= {x["kind"] for x in e} and e,

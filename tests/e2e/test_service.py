@@ -46,6 +46,7 @@ from tests.helpers.service_load import (
     ask,
     fresh_state,
     outer_listeners,
+    put_delta,
     put_drafter,
     replica_of,
     replicas_of,
@@ -488,7 +489,7 @@ def test_a_drafter_that_replicas_refuse_never_serves(place: Place, tmp_path: Pat
 
 def test_classes_have_versions_of_their_own_while_orders_change_and_the_controller_dies(place: Place, tmp_path: Path) -> None:  # fmt: skip
     place.make_live(place.first)
-    one, other = place.others
+    one, other = place.others[0], put_delta(place.registry, place.first, seed=3)
     bad = poisoned(place, tmp_path)
 
     def serve(**versions: str) -> None:
@@ -508,6 +509,8 @@ def test_classes_have_versions_of_their_own_while_orders_change_and_the_controll
         listed = CliRunner().invoke(app, ["versions", "list", "--json", "--url", place.url])
         assert json.loads(listed.output)["class_versions"] == {"b0": one, "b1": other}
         serve(b0=one, b1=other)
+        slots = [r["slots"] for r in place.replicas().values()]
+        assert all(other in (s.get("first+0"), s.get("first+1")) and one not in s["first"] for s in slots), slots
         os.kill(ray.get(get_controller(place.service.config.model_name).pid.remote()), signal.SIGKILL)
         wait_for(lambda: place.state()["class_versions"] == {"b0": one, "b1": other}, "the controller's return")
         place.post("assign", bucket="b0", version=bad).raise_for_status()

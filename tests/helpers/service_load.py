@@ -23,6 +23,7 @@ from paceline.bench.chaos.load import wait_for
 from paceline.bench.common.lossless import greedy_tokens
 from paceline.config import EngineConfig, PolicyConfig, ServiceConfig
 from paceline.infra.app import Service, run_service, stop_service
+from paceline.serving.drafters.deltas import DOWN, LINEARS, UP
 from paceline.serving.loading.families import read_drafter_files, save_drafter
 from paceline.serving.loading.target import read_target
 from paceline.serving.target_model.model import TargetModel
@@ -54,6 +55,23 @@ def put_drafter(registry: DrafterRegistry, target: TargetModel, folder: Path, se
     return registry.put(state, drafter_type="specblock", config=settings, target_version=target.version).version
 
 
+def put_delta(registry: DrafterRegistry, base: str, seed: int, rank: int = 4) -> str:
+    """A version that adds random factors to the weights of another one."""
+    manifest, g = registry.get_manifest(base), torch.Generator().manual_seed(seed)
+    factors = {}
+    for name, weight in registry.load_state(base).items():
+        layer = name.removesuffix(".weight")
+        if layer != name and layer.rpartition(".")[2] in LINEARS:
+            factors[layer + DOWN] = torch.randn(rank, weight.shape[1], generator=g)
+            factors[layer + UP] = torch.randn(weight.shape[0], rank, generator=g)
+    fields = {
+        "drafter_type": manifest.drafter_type,
+        "config": manifest.config,
+        "target_version": manifest.target_version,
+    }
+    return registry.put(factors, **fields, parent=base, arm="lora", delta_of=base).version
+
+
 def tiny_config(root: Path, name: str, **changes: Any) -> ServiceConfig:
     """Write the model and its first drafter below `root`; a service of two replicas that never trains."""
     write_model(root / "model")
@@ -61,7 +79,9 @@ def tiny_config(root: Path, name: str, **changes: Any) -> ServiceConfig:
     values: dict[str, Any] = {
         "model": str(root / "model"), "drafter": str(root / "drafter"), "model_name": name, "device": "cpu",
         "data_dir": str(root / "data"), "port": 0, "num_replicas": NUM_REPLICAS,
-        "engine": EngineConfig(max_running=8, max_waiting=16, kv_bytes=8 * 2**20, num_threads=1),
+        "engine": EngineConfig(
+            max_running=8, max_waiting=16, kv_bytes=8 * 2**20, num_threads=1, max_class_deltas=2, delta_rank=4
+        ),
         "policy": PolicyConfig(policy="never", holdback_percent=0),
     }  # fmt: skip
     return ServiceConfig(**{**values, **changes})
