@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.errors import DrafterMismatchError
-from paceline.serving.drafters.deltas import DOWN, LINEARS, UP
+from paceline.serving.drafters.deltas import DOWN, UP
 from paceline.serving.drafters.network import DrafterModel
 
 
@@ -43,11 +43,12 @@ def add_factors(
     Raises: DrafterMismatchError when they are not this model's.
     """
     generator, names = torch.Generator().manual_seed(seed % 2**63), list[str]()
-    for name, module in list(model.named_modules()):
+    for name in model.config.delta_linears:
         parent, _, own = name.rpartition(".")
-        if own in LINEARS and isinstance(module, nn.Linear):
-            setattr(model.get_submodule(parent), own, LowRankLinear(module, rank, generator))
-            names += [name + DOWN, name + UP]
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)
+        setattr(model.get_submodule(parent), own, LowRankLinear(linear, rank, generator))
+        names += [name + DOWN, name + UP]
     if found is not None:
         _begin_with(model, names, found)
     return names

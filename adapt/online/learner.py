@@ -40,6 +40,11 @@ _BETA_FACTOR = 40.0
 """Learning rate of the calibration scalars over that of the weights; a learner has few steps to settle them."""
 
 
+def max_rate(parameters: str) -> float:
+    """The largest learning rate that an arm may have."""
+    return MAX_DELTA_RATE if parameters == LORA else MAX_LEARNING_RATE
+
+
 def select_parameters(
     model: DrafterModel, arm: ArmSpec, *, seed: int = 0, factors: Mapping[str, torch.Tensor] | None = None
 ) -> list[str]:
@@ -85,7 +90,7 @@ class Learner:
             factors: of the delta that `lora` begins with; None = nothing is added yet.
         Raises: ConfigError for an arm that is not allowed; DrafterMismatchError for factors of another drafter.
         """
-        most = MAX_DELTA_RATE if arm.parameters == LORA else MAX_LEARNING_RATE
+        most = max_rate(arm.parameters)
         if not 0 < arm.learning_rate <= most:
             raise ConfigError(f"arm.learning_rate must be in (0, {most:g}], got {arm.learning_rate:g}")
         if not 0 <= arm.rehearsal_share < 1:

@@ -13,15 +13,14 @@ ROW_STEPS = (0.25, 0.5, 1.0)
 def default_arms(delta_rank: int = 0) -> tuple[ArmSpec, ...]:
     """Three arms of rising cost; num_rows is the most rows the arm may use.
 
-    delta_rank: of the deltas that the last one learns; 0 = it learns whole weights.
+    delta_rank: of deltas, which are then all that is learned; 0 = whole weights.
     """
-    last = ArmSpec(name="full", parameters="full", num_rows=16384, learning_rate=1e-3)
     if delta_rank:
-        last = ArmSpec(name="lora", parameters="lora", num_rows=16384, learning_rate=5e-3, rank=delta_rank)
+        return (ArmSpec(name="lora", parameters="lora", num_rows=16384, learning_rate=5e-3, rank=delta_rank),)
     return (
         ArmSpec(name="calibration", parameters="calibration", num_rows=2048, rehearsal_share=0.0, learning_rate=5e-4),
         ArmSpec(name="head", parameters="head", num_rows=8192, learning_rate=2e-3),
-        last,
+        ArmSpec(name="full", parameters="full", num_rows=16384, learning_rate=1e-3),
     )
 
 

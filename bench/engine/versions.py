@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated as A
 from typing import Any
 
@@ -26,11 +26,12 @@ from paceline.config import EngineConfig, TreeConfig
 from paceline.errors import ConfigError, PacelineError
 from paceline.paths import resolve_drafter
 from paceline.records import DataFolder, Device, Dtype, JsonFile, Model, Setting, Threads, record
-from paceline.serving.drafters.deltas import DOWN, LINEARS, UP, merge
+from paceline.serving.drafters.deltas import DOWN, UP, merge
 from paceline.serving.drafters.family import TrainedDrafter
+from paceline.serving.drafters.network import DrafterModel
 from paceline.serving.drafters.slots import MAX_CLASS_SLOTS, DrafterSlots
 from paceline.serving.engine.engine import Engine
-from paceline.serving.loading.families import build_drafter, read_drafter_files
+from paceline.serving.loading.families import build_drafter, build_model, read_drafter_files
 from paceline.serving.sampling.request import GenerationRequest, RoundEvent, SamplingParams
 from paceline.serving.target_model.model import TargetModel
 
@@ -88,7 +89,8 @@ def run_version_bench(options: VersionBenchOptions, console: Console) -> dict[st
         raise ConfigError(f"drafter must have weights, got {options.drafter!r}")
     values, state = read_drafter_files(folder, target)
     names = (ONE, DELTAS, WHOLE) if options.has_whole else (ONE, DELTAS)
-    arms = {name: _Arm(_engine(name, options, target, values, state)) for name in names}
+    model = build_model(values, state)
+    arms = {name: _Arm(_engine(name, options, target, values, model)) for name in names}
     groups = _groups(options, target)
     with progress(console, "versions", len(groups)) as bar:
         for at, group in enumerate(groups):
@@ -100,7 +102,7 @@ def run_version_bench(options: VersionBenchOptions, console: Console) -> dict[st
             bar.step()
     rows = [_row(name, arm, arms[ONE]) for name, arm in arms.items()]
     base = sum(t.numel() for t in state.values() if t.is_floating_point())
-    added = options.num_versions * sum(t.numel() for t in _factors(state, options.rank, 0).values())
+    added = options.num_versions * sum(t.numel() for t in random_factors(model, options.rank, 0, _FAINT).values())
     for row in rows:
         weights = {ONE: base, DELTAS: base + added, WHOLE: base * (options.num_versions + 1)}[row["arm"]]
         row["weights_over_one"] = round(weights / base, 3)
@@ -109,7 +111,7 @@ def run_version_bench(options: VersionBenchOptions, console: Console) -> dict[st
         (r["arm"], number_text(r["round_ms"], 2), number_text(r["draft_ms"], 2), _text(r["round_over_one"]), f"{r['weights_over_one']:.2f}")
         for r in rows
     ]  # fmt: skip
-    caption = f"{options.num_versions} requests at once, rank {options.rank}, greedy; weights: numbers of all versions"
+    caption = f"{options.num_versions} requests at once, rank {options.rank}, greedy; weights: numbers of the first version and of all"
     columns = ("arm", "round ms", "of it drafting", "over one version", "weights over one's")
     console.print(new_table("Rounds of many versions", columns, left=1, rows=cells, caption=caption))
     say_file(console, "JSON", options.json)
@@ -134,21 +136,22 @@ def _row(name: str, arm: _Arm, one: _Arm) -> dict[str, Any]:
     }
 
 
-def _factors(state: Mapping[str, torch.Tensor], rank: int, seed: int) -> dict[str, torch.Tensor]:
-    """A delta of nearly nothing."""
+def random_factors(model: DrafterModel, rank: int, seed: int, scale: float) -> dict[str, torch.Tensor]:
+    """A delta of a model that adds about `scale` times what it reads."""
     g, found = torch.Generator().manual_seed(seed), {}
-    for name, weight in state.items():
-        layer = name.removesuffix(".weight")
-        if layer != name and layer.rpartition(".")[2] in LINEARS:
-            found[layer + DOWN] = torch.randn(rank, weight.shape[1], generator=g) * weight.shape[1] ** -0.5
-            found[layer + UP] = torch.randn(weight.shape[0], rank, generator=g) * _FAINT
+    for name in model.config.delta_linears:
+        num_out, num_in = model.get_parameter(name + ".weight").shape
+        found[name + DOWN] = torch.randn(rank, num_in, generator=g) * num_in**-0.5
+        found[name + UP] = torch.randn(num_out, rank, generator=g) * scale
     return found
 
 
 def _engine(
-    name: str, options: VersionBenchOptions, target: TargetModel, values: dict[str, Any], state: dict[str, torch.Tensor]
+    name: str, options: VersionBenchOptions, target: TargetModel, values: dict[str, Any], model: DrafterModel
 ) -> Engine:
     """A warmed-up engine whose classes have a version each, but for the arm of one; always drafting the same trees."""
+
+    state = model.state_dict()
 
     def build() -> TrainedDrafter:
         return build_drafter(values, state, target)
@@ -168,7 +171,7 @@ def _engine(
         slots.route({f"class {i}": f"v{i}" for i in range(n)})
     engine = Engine(target, slots, config)
     for i in range(n if name != ONE else 0):
-        factors = functools.partial(_factors, state, options.rank, options.seed + i)
+        factors = functools.partial(random_factors, model, options.rank, options.seed + i, _FAINT)
         if name == DELTAS:
             slots.load_delta(f"v{i}", factors)
         else:

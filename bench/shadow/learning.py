@@ -28,7 +28,7 @@ from paceline.adapt.families.training import TrainingRun, training_family, warmu
 from paceline.adapt.gate.gate import pooled_acceptance_length
 from paceline.adapt.gate.shadow import shadow_scores
 from paceline.adapt.online.burst import Burst
-from paceline.adapt.online.learner import MAX_TRACE_ROWS, Learner, select_parameters
+from paceline.adapt.online.learner import MAX_TRACE_ROWS, Learner, max_rate, select_parameters
 from paceline.adapt.online.trainer import ShadowConfig
 from paceline.bench.common.engine_run import encode, load_target, set_threads
 from paceline.bench.common.result_file import plain_values, write_json
@@ -58,7 +58,9 @@ class LearnerOptions:
 
     buckets: A[tuple[str, ...], Setting("Classes to learn, as the prompts' files name them.")] = ("math",)
     known: A[str, Setting("Class that the drafter knows: rehearsed, and judged for what is forgotten.")] = "tools"
-    rates: A[tuple[float, ...], Setting("Learning rates of the learner.")] = (1e-3,)
+    rates: A[
+        tuple[float, ...], Setting("Learning rates of the learner; what learns leaves out those that it may not have.")
+    ] = (1e-3,)
     rehearsal: A[
         tuple[float, ...],
         Setting("Shares of the learner's steps that go over the known class; every rate runs with each."),
@@ -233,6 +235,8 @@ def _compare(options: LearnerOptions, store: TraceStore) -> list[dict[str, Any]]
         marks: dict[str, list[tuple[float, float]]] = {}
         arms: dict[str, Arm] = {"job": _job}
         for parameters, rate, share in itertools.product(options.parameters, options.rates, options.rehearsal):
+            if rate > max_rate(parameters):
+                continue
             name = f"learner {parameters} {rate:g}, rehearsal {share:g}"
             marks[name] = []
             arms[name] = _learner(parameters, rate, share, marks[name])

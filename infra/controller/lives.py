@@ -562,8 +562,8 @@ class WeightPool:
         }
         for report in self._around.reports:
             kept |= {report.version, report.canary_version, *report.slots.values()}
-        held = (m for m in self._around.versions if m.version not in self._state.evicted)
-        return kept | {m.delta_of for m in held if m.delta_of is not None}
+        deltas = (m for m in self._around.versions if m.delta_of is not None)
+        return kept | {m.delta_of for m in deltas if m.version in kept or m.version not in self._state.evicted}  # type: ignore[misc]
 
     def tend(self) -> None:
         """Give up the least useful weights beyond the byte limit, then delete what an earlier commit gave up."""

@@ -39,6 +39,7 @@ class VersionInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_train_rows: int
     metrics: dict[str, Any]
     created: float
+    delta_of: str | None = None
 
 
 class Note(msgspec.Struct, frozen=True, kw_only=True):

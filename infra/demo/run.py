@@ -34,7 +34,7 @@ from paceline.infra.demo.scenario import Phase, PlannedRequest, Traffic, shiftin
 from paceline.infra.demo.stats import Answer, DemoStats, own_version_s
 from paceline.infra.service.stop_signals import StopSignals
 from paceline.kernels.cpu.library import ISA_VARIABLE
-from paceline.records import DataFolder, Drafter, HtmlFile, JsonFile, Setting, record
+from paceline.records import DataFolder, Drafter, HtmlFile, JsonFile, Setting, record, require
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +72,9 @@ class DemoOptions:
         ),
     ] = "paceline"
     vllm_python: A[Path | None, Setting("Python of the environment with vLLM; default: .venv-vllm/bin/python.")] = None
+    deltas: A[
+        int, Setting("Classes whose versions are deltas of the first drafter; 0: they are whole weights.", ge=0, le=64)
+    ] = 0
     concurrency: A[int | None, Setting("Requests in flight; default: 1, on vLLM 4.", ge=1, le=64)] = None
     seed: A[int, Setting("Seed of traffic and sampling.", ge=0)] = 0
     data: DataFolder = None
@@ -85,6 +88,9 @@ class DemoOptions:
     """Unseen, too, but gone before learning it could pay."""
     data_dir: Path | None = None
     """Where stores and logs go; None: a temporary folder that is removed at the end."""
+
+    def __post_init__(self) -> None:
+        require(not self.deltas or self.engine == "paceline", "--deltas must be 0 on another engine", self.deltas)
 
     @property
     def num_clients(self) -> int:
@@ -111,7 +117,7 @@ def demo_config(options: DemoOptions, data_dir: Path) -> ServiceConfig:
         data_dir=str(data_dir),
         port=0,
         trainer_threads=1,
-        engine=EngineConfig(num_threads=1, max_running=16),
+        engine=EngineConfig(num_threads=1, max_running=16, max_class_deltas=options.deltas),
         trace=TraceConfig(shard_rows=512, flush_interval_s=2.0),
         policy=PolicyConfig(
             policy=options.policy,

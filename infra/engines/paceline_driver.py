@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.contracts import DesiredState, EngineFacts, TrafficClasses
+from paceline.errors import DrafterMismatchError
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -47,7 +51,10 @@ class PacelineDriver:
     def load(self, version: str) -> bool:
         base = self.registry.get_manifest(version).delta_of
         if base is not None and self.slots.takes_delta(base):
-            return self.slots.load_delta(version, lambda: self._read(version, is_whole=False))
+            try:
+                return self.slots.load_delta(version, lambda: self._read(version, is_whole=False))
+            except DrafterMismatchError as e:  # such as of a larger rank than there is room for
+                logger.warning("drafter %s is loaded as whole weights: %s", version, e)
         return self.slots.load(version, lambda: self._read(version))
 
     def _read(self, version: str, *, is_whole: bool = True) -> dict[str, Any]:

@@ -164,6 +164,8 @@ class Attached:
 
     def __init__(self, config: ServiceConfig, first: FirstDrafter, facts: EngineFacts) -> None:
         """config: with redis_url, and the port to listen on."""
+        if config.engine.max_class_deltas:
+            raise ConfigError("engine.max_class_deltas must be 0: only Paceline's own engine drafts with deltas")
         if facts.draft_shape == "chain" and config.gate_chain is None:  # the gate replays what the engine drafts
             config = dataclasses.replace(config, gate_chain=facts.max_draft_tokens)
         self.config = config

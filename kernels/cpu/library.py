@@ -59,7 +59,7 @@ class _Layer(Structure):
 class _Model(Structure):
     _fields_ = [
         ("layers", POINTER(_Layer)),
-        *((name, _Linear) for name in ("head", "condition", "context_kv")), ("head_delta", _Delta),
+        *((name, _Linear) for name in ("head", "condition", "context_kv")),
         *((name, c_void_p) for name in ("embedding", "final_norm", "condition_norm", "rope")),
         *((name, c_int64) for name in ("num_layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "num_taps")),
         *((name, c_int64) for name in ("embed_size", "feature_size", "weights", "features", "uses_tiles", "delta_rank", "block")),
@@ -259,18 +259,9 @@ class NativeDecoder:
         num_taps: int = 0,
         block: int = 1,
         condition: Condition | None = None,
-        head_delta: PackedDelta | None = None,
     ) -> None:
         """rope: (P, Dh) float32, cosines of half a head, then sines. num_logits: V, without the head's padding."""
-        self._kept = (
-            layers,
-            head,
-            embedding,
-            final_norm,
-            rope,
-            condition,
-            head_delta,
-        )  # the records below point into them
+        self._kept = (layers, head, embedding, final_norm, rope, condition)  # the records below point into them
         self._num_logits, self._num_taps = num_logits, num_taps
         self._hidden = layers[0].norm1.numel()
         self._dtype = torch.float32 if embedding is None else embedding.dtype
@@ -281,12 +272,11 @@ class NativeDecoder:
         self._layers = (_Layer * len(layers))(*(self._layer_record(layer) for layer in layers))
         self._model = _Model(
             self._layers, *(_Linear() if p is None else p.record() for p in projections),
-            _Delta() if head_delta is None else head_delta.record(),
             *map(_address, (embedding, final_norm, None if condition is None else condition.norm, rope)),
             len(layers), self._hidden, num_heads, num_kv_heads, head_dim, layers[0].down.num_in, num_taps,
             0 if embedding is None else embedding.shape[1], 0 if condition is None else condition.feature_size,
             _NUMBER_TYPES[layers[0].qkv.weight.dtype], _NUMBER_TYPES[self._dtype], int(isa == "amx"),
-            0 if layers[0].deltas is None else layers[0].deltas[0].rank, block, eps, scale,
+            next((layer.deltas[0].rank for layer in layers if layer.deltas is not None), 0), block, eps, scale,
         )  # fmt: skip
         layer_bytes = sum(p.weight.numel() * p.weight.element_size() for p in layers[0].products())
         self._max_threads = max(1, layer_bytes // _THREAD_BYTES)

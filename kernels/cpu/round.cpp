@@ -1163,7 +1163,7 @@ struct Run {
         norm_row(stream + (b.logit_rows ? b.logit_rows[i] : i) * m.hidden, m.final_norm, i, m.head.in);
       meet(num_threads);
       share(m.head.out / LANES, thread, num_threads, &first, &last);
-      product_of(inputs, b.num_logits, m.head, m.head_delta, last_parts, first, last, b.logits, b.logit_stride, thread, num_threads);
+      product<W>(inputs, b.num_logits, m.head, first, last, b.logits, b.logit_stride, m.uses_tiles);
     }
   }
 

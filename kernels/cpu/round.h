@@ -37,7 +37,6 @@ struct Model {
   struct Linear head;
   struct Linear condition;    // of rows of features: what rows of the stream begin with; or what is normed for
   struct Linear context_kv;   // keys and values of all layers, layer by layer, which are written before the layers run
-  struct Delta head_delta;
   const void* embedding;      // (V, E) in number type `features`
   const float *final_norm, *condition_norm;  // (Dm,)
   const float* rope;          // (P, Dh): cosines of Dh / 2 pairs, then sines

@@ -1,8 +1,8 @@
 """Deltas: versions of a drafter that are what they add to one base, so that many are resident and draft in one pass.
 
-To each linear layer behind the attention of every layer (O, I) a delta of rank r adds up @ down. Keys and values of the
-text's rows do not pass through the first layer's: all deltas of a base share its KV.
-Shape legend: r rank, I/O inputs/outputs of a linear layer, D deltas that a drafter holds, H hidden size.
+A delta of rank r adds up @ down to linear layers (O, I) behind attention: those through which no key or value of the text's
+rows passes (`DrafterConfig.delta_layers`), so that all deltas of a base share its KV.
+Shape legend: r rank, I/O inputs/outputs of a linear layer.
 Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv 2106.09685; many at once: Chen et al.
 2023, "Punica: Multi-Tenant LoRA Serving", arXiv 2310.18547.
 """
@@ -10,27 +10,17 @@ Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 
 import torch
 
 from paceline.errors import DrafterMismatchError
 
 LINEARS = ("o_proj", "gate_up_proj", "down_proj")
-"""Linear layers, of every layer of a drafter, that a delta adds to."""
+"""Linear layers, of a layer of a drafter, that a delta adds to."""
 DOWN, UP = ".down", ".up"
 """What the names of a delta's factors (r, I) and (O, r) have behind that of the linear layer."""
 RANK_STEP = 32
 """Ranks that are held are multiples of it: compiled code reads so many inputs at once."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DrafterDelta:
-    """A version as what it adds to a base."""
-
-    base_version: str
-    factors: Mapping[str, torch.Tensor]
-    """"<linear>.down" (r, I) and "<linear>.up" (O, r)."""
 
 
 def merge(base: Mapping[str, torch.Tensor], factors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -47,6 +37,11 @@ def merge(base: Mapping[str, torch.Tensor], factors: Mapping[str, torch.Tensor])
             )
         state[name + ".weight"] = weight + (up @ down).to(weight.dtype)
     return state
+
+
+def rank_of(factors: Mapping[str, torch.Tensor]) -> int:
+    """The rank of a delta."""
+    return max(factor.shape[0] for name, factor in factors.items() if name.endswith(DOWN))
 
 
 def factor_layers(names: Iterable[str]) -> list[str]:

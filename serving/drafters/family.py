@@ -15,7 +15,7 @@ import torch
 from paceline.errors import DrafterMismatchError
 from paceline.kernels.cpu.memory import pool_zeros
 from paceline.kernels.dispatch import Kernels
-from paceline.serving.drafters.deltas import LINEARS, RANK_STEP, check_factors
+from paceline.serving.drafters.deltas import RANK_STEP, check_factors
 from paceline.serving.drafters.forward import DrafterForward, choose_head_dtype
 from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
 from paceline.serving.drafters.native import GrowingDecoder
@@ -134,16 +134,19 @@ class TrainedDrafter(ABC):
         holder = self.forward if self._native is None else self._native.decoder
         holder.hold_deltas(num_deltas, self.delta_rank)
 
+    def check_delta(self, factors: Mapping[str, torch.Tensor]) -> None:
+        """Raise DrafterMismatchError when there is no room for these factors, or they do not fit."""
+        check_factors(factors, {n: self._shapes[n + ".weight"] for n in self.config.delta_linears}, self.delta_rank)
+
     @torch.no_grad()
     def load_delta(self, at: int, factors: Mapping[str, torch.Tensor]) -> None:
         """Replace delta number `at` in place; no request drafts with it now.
 
         Raises: DrafterMismatchError when the factors do not fit; nothing is changed then.
         """
-        linears = [prefix + name for prefix in self.forward.layer_prefixes for name in LINEARS]
-        check_factors(factors, {n: self._shapes[n + ".weight"] for n in linears}, self.delta_rank)
+        self.check_delta(factors)
         if self._native is not None:
-            self._native.decoder.load_delta(at, factors, self.forward.layer_prefixes)
+            self._native.decoder.load_delta(at, factors)
         else:
             self.forward.load_delta(at, factors, self._norms)
 

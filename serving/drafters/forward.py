@@ -212,25 +212,20 @@ class DrafterForward(ABC):
         yield f"gate_up{i}", (own(prefix + "gate_up_proj.weight") * own(prefix + "post_norm")).T
         yield f"down{i}", own(prefix + "down_proj.weight").T
 
-    @property
-    def layer_prefixes(self) -> tuple[str, ...]:
-        """What the names of each layer's weights begin with, in the model's state."""
-        return tuple(f"layers.{i}." for i in range(getattr(self.config, "num_layers", 1)))
-
     def hold_deltas(self, num_deltas: int, rank: int) -> None:
         """Make room for deltas, which add nothing until they are loaded; before work is captured."""
         c, zeros = self.config, functools.partial(torch.zeros, dtype=self.dtype, device=self.device)
         sizes = {"o": (c.num_heads * c.head_dim, c.hidden_size), "down": (c.intermediate_size, c.hidden_size)}
         sizes["gate_up"] = (c.hidden_size, 2 * c.intermediate_size)
         self._num_deltas, self._delta_rank, rows = num_deltas, rank, num_deltas * rank
-        for i in range(len(self.layer_prefixes)):
+        for i in self.config.delta_layers:
             self._deltas |= {f"{name}{i}": (zeros(rows, n), zeros(rows, m)) for name, (n, m) in sizes.items()}
 
     @torch.no_grad()
     def load_delta(self, at: int, factors: Mapping[str, torch.Tensor], norms: Mapping[str, torch.Tensor]) -> None:
         """Replace one delta in place. factors: checked by the caller. norms: weights (H,) by name, of the model."""
         place = slice(at * self._delta_rank, (at + 1) * self._delta_rank)
-        for i, prefix in enumerate(self.layer_prefixes):
+        for i, prefix in self.config.delta_layers.items():
             for fused, linear in zip(("o", "gate_up", "down"), LINEARS, strict=True):
                 down, up = factors[prefix + linear + DOWN], factors[prefix + linear + UP]
                 if fused == "gate_up":
@@ -239,19 +234,20 @@ class DrafterForward(ABC):
                     stack[place].zero_()[: factor.shape[0]].copy_(factor)
 
     def choose_deltas(self, deltas: torch.Tensor | None, repeats: int = 1) -> torch.Tensor | None:
-        """What `finish` takes of rows (T / repeats,) with these deltas, each of which stands for `repeats` rows: (T, D * r)."""
+        """What `finish` takes of rows (T / repeats,) with these deltas, each of which stands for `repeats` rows: (T, D * r) bool,
+        which numbers between the factors are no row's own."""
         if deltas is None or not self._num_deltas:
             return None
-        own = deltas[:, None] == torch.arange(self._num_deltas, device=deltas.device)
-        return own.to(self.dtype).repeat_interleave(self._delta_rank, 1).repeat_interleave(repeats, 0)
+        others = deltas[:, None] != torch.arange(self._num_deltas, device=deltas.device)
+        return others.repeat_interleave(self._delta_rank, 1).repeat_interleave(repeats, 0)
 
-    def _added(self, y: torch.Tensor, name: str, x: torch.Tensor, chosen: torch.Tensor | None) -> torch.Tensor:
+    def _added(self, y: torch.Tensor, name: str, x: torch.Tensor, others: torch.Tensor | None) -> torch.Tensor:
         """y and what the rows' deltas add to it. One product of all deltas, of which each row keeps its own: they are read
-        once however many requests use them."""
-        if chosen is None:
+        once however many requests use them, and one whose numbers overflow spoils no other's rows."""
+        if others is None or name not in self._deltas:
             return y
         down, up = self._deltas[name]
-        return torch.addmm(y, torch.mm(x, down.T).mul_(chosen), up)
+        return torch.addmm(y, torch.mm(x, down.T).masked_fill_(others, 0.0), up)
 
     def target_rows(self, draft_token_ids: torch.Tensor | None) -> torch.Tensor:
         """(Vd, E) the target's output head at the draft vocabulary, in the target's number type; None = all of it."""
@@ -288,15 +284,15 @@ class DrafterForward(ABC):
         return norm(x, self.config.rms_eps)
 
     def finish(
-        self, x: torch.Tensor, attended: torch.Tensor, i: int = 0, chosen: torch.Tensor | None = None
+        self, x: torch.Tensor, attended: torch.Tensor, i: int = 0, others: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Output projection and MLP of layer i: x (T, H), attended (T, Hq * Dh) -> (T, H). chosen: of `choose_deltas`."""
+        """Output projection and MLP of layer i: x (T, H), attended (T, Hq * Dh) -> (T, H). others: of `choose_deltas`."""
         w = self.weights
-        x = self._added(torch.addmm(x, attended, w[f"o{i}"]), f"o{i}", attended, chosen)
+        x = self._added(torch.addmm(x, attended, w[f"o{i}"]), f"o{i}", attended, others)
         z = self.norm(x)
-        gate, up = self._added(torch.mm(z, w[f"gate_up{i}"]), f"gate_up{i}", z, chosen).chunk(2, dim=-1)
+        gate, up = self._added(torch.mm(z, w[f"gate_up{i}"]), f"gate_up{i}", z, others).chunk(2, dim=-1)
         inner = F.silu(gate).mul_(up)
-        return self._added(torch.addmm(x, inner, w[f"down{i}"]), f"down{i}", inner, chosen)
+        return self._added(torch.addmm(x, inner, w[f"down{i}"]), f"down{i}", inner, others)
 
     def scales(self, temperatures: torch.Tensor) -> torch.Tensor:
         """(B, ...) factors on the logits: exp(log_beta[class, ...]) / T, with T = 1 for greedy requests."""

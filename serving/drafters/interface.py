@@ -63,14 +63,6 @@ class DraftInputs:
     deltas: torch.Tensor | None = None
     """(B,) int64 delta that each request drafts with, -1 = the drafter's own weights; None = all with those."""
 
-    def new_row_deltas(self) -> torch.Tensor | None:
-        """(R,) int64, `deltas` of the new rows."""
-        if self.deltas is None:
-            return None
-        row = torch.arange(self.new_positions.numel(), device=self.cu_new.device)
-        owner = torch.searchsorted(self.cu_new[1:], row, right=True).clamp(max=self.deltas.numel() - 1)
-        return self.deltas.index_select(0, owner)
-
     def tenant(self, row: int) -> str:
         """The tenant of one request."""
         return "" if self.tenants is None else self.tenants[row]

@@ -6,7 +6,7 @@ Shape legend: H drafter hidden size, Dh head dim, V target vocabulary, P positio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -132,14 +132,16 @@ class GrowingDecoder:
 
     def hold_deltas(self, num_deltas: int, rank: int) -> None:
         """Make room for deltas, which add nothing until they are loaded; behind the first `load`."""
-        for layer in self._parts["layers"]:
+        for i in self._config.delta_layers:
+            layer = self._parts["layers"][i]
             own = (layer.attention_out, layer.gate_up, layer.down)
             layer.deltas = tuple(PackedDelta(linear, num_deltas, rank) for linear in own)
         self._make(self._num_positions)
 
-    def load_delta(self, at: int, factors: Mapping[str, torch.Tensor], prefixes: Sequence[str]) -> None:
-        """Replace one delta in place. factors: checked by the caller. prefixes: of the names of each layer's weights."""
-        for layer, prefix in zip(self._parts["layers"], prefixes, strict=True):
+    def load_delta(self, at: int, factors: Mapping[str, torch.Tensor]) -> None:
+        """Replace one delta in place. factors: checked by the caller."""
+        for i, prefix in self._config.delta_layers.items():
+            layer = self._parts["layers"][i]
             for linear, delta in zip(LINEARS, layer.deltas, strict=True):
                 down, up = factors[prefix + linear + DOWN], factors[prefix + linear + UP]
                 delta.load(at, down, interleave(*up.chunk(2)) if linear == "gate_up_proj" else up)

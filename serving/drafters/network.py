@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.errors import ConfigError, DrafterMismatchError
+from paceline.serving.drafters.deltas import LINEARS
 
 
 def rope_cos_sin(
@@ -157,6 +158,17 @@ class DrafterConfig:
     def max_candidates(self) -> int:
         """Most candidates per slot."""
         return self.num_draft_ids
+
+    @property
+    def delta_layers(self) -> dict[int, str]:
+        """Layers that deltas add to, with what the names of their weights begin with: those through which no key or value
+        passes that later rounds read, so that all deltas of a base can share its KV."""
+        return {i: f"layers.{i}." for i in range(getattr(self, "num_layers", 1))}
+
+    @property
+    def delta_linears(self) -> list[str]:
+        """Linear layers that deltas add to, as the model's state names them."""
+        return [prefix + name for prefix in self.delta_layers.values() for name in LINEARS]
 
     def to_dict(self) -> dict[str, Any]:
         """Settings as JSON holds them."""

@@ -18,7 +18,7 @@ comes or goes (canary, staged, the one before), the classes' versions, and the f
 idle; a class's version never takes the slot that the live version's successor needs.
 
 Thread rule: `pin`, `unpin`, `publish`, `route`, `set_canary` and `mark_failed` are cheap and may be called from any thread;
-`stage` and `load` copy weights and belong to a thread other than the engine's.
+`stage`, `load` and `load_delta` copy weights and belong to a thread other than the engine's.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class DrafterSlots:
                     drafter.alloc(num_pool_rows)
 
     def prepare_all(self) -> dict[str, Drafter]:
-        """Every drafter that a slot can hold, the live one first; empty adaptive slots get their twins now.
+        """Every drafter that a slot can hold, that of `live_slot` first; empty adaptive slots get their twins now.
 
         For what must be made before the first request and not while a version is staged, such as graphs.
         """
@@ -161,7 +161,7 @@ class DrafterSlots:
                     slot.twin.alloc(self._num_pool_rows)
         held = {name: slot.drafter or slot.twin for name, slot in self._slots.items()}
         found = {name: drafter for name, drafter in held.items() if drafter is not None}
-        return {name: found[name] for name in sorted(found, key=lambda n: n != self._live)}
+        return {name: found[name] for name in sorted(found, key=lambda n: n != self.live_slot)}
 
     # ---- staging and publication --------------------------------------------------------------------------------
     def stage(self, version: str, source: Drafter | Mapping[str, torch.Tensor]) -> bool:
@@ -229,16 +229,16 @@ class DrafterSlots:
                 if self._delta_place(version) is None:
                     return False
             started = self._timer()
-            factors = source()
+            factors, first = source(), self._slots[FIRST_SLOT].drafter
+            first.check_delta(factors)  # type: ignore[union-attr]
             with self._lock:
                 at = self._delta_place(version)
-                if at is None:
+                if at is None:  # requests of the classes that it serves came meanwhile
                     return False
                 place = self._deltas[at]
                 assert place.num_pins == 0, f"delta {at} is overwritten while {place.num_pins} requests draft with it"
-                place.version, place.is_loading = version, True
+                place.version, place.is_loading, place.failure = version, True, ""
                 self._reroute()
-            first = self._slots[FIRST_SLOT].drafter
             try:
                 with side_stream(getattr(first, "device", None)):
                     first.load_delta(at, factors)  # type: ignore[union-attr]
@@ -348,6 +348,8 @@ class DrafterSlots:
         """Versions of classes that are not resident, those first that most requests have asked for in vain."""
         with self._lock:
             gone = {v for v in self._routes.values() if self._place_of(v) is None}
+            if self._deltas:  # a version whose slot was given up may be served as a delta
+                gone |= {v for bucket, v in self._routes.items() if bucket not in self._served}
             return sorted(gone, key=lambda v: (-self._unmet[v], v))
 
     def served(self) -> dict[str, str]:
@@ -385,17 +387,18 @@ class DrafterSlots:
         slot = self._slots[name]
         return (slot,) if delta < 0 else (slot, self._deltas[delta])
 
-    def drafter(self, name: str | None) -> Drafter | None:
-        """The drafter of a slot, None when the slot has none or failed."""
+    def drafter(self, name: str | None, delta: int = -1) -> Drafter | None:
+        """The drafter of a slot, None when the slot has none or it, or the delta, failed."""
         if name is None:
             return None
         slot = self._slots[name]
-        return None if slot.failure else slot.drafter
+        return None if slot.failure or (delta >= 0 and self._deltas[delta].failure) else slot.drafter
 
-    def mark_failed(self, name: str, reason: str) -> None:
-        """Stop drafting with a slot; its requests finish as plain decoding and new ones are not pinned to it."""
+    def mark_failed(self, name: str, reason: str, delta: int = -1) -> None:
+        """Stop drafting with a slot, or with one delta beside it; requests of it finish as plain decoding and new ones are not
+        pinned to it."""
         with self._lock:
-            slot = self._slots[name]
+            slot = self._slots[name] if delta < 0 else self._deltas[delta]
             if slot.failure:
                 return
             slot.failure = reason
@@ -406,8 +409,9 @@ class DrafterSlots:
     # ---- views --------------------------------------------------------------------------------------------------
     @property
     def live_slot(self) -> str:
-        """Slot that new adaptive requests are pinned to."""
-        return self._live
+        """Slot that new adaptive requests without a version of their own are pinned to: that of the live version, which is the
+        first drafter's where it has deltas, so that they draft in one pass."""
+        return FIRST_SLOT if self._deltas and self._is_first(self._slots[self._live].version) else self._live
 
     @property
     def needs_features(self) -> bool:
@@ -447,9 +451,10 @@ class DrafterSlots:
             return found | {delta_name(i): s.version for i, s in enumerate(self._deltas) if s.used and not s.is_loading}
 
     def failures(self) -> dict[str, str]:
-        """Version -> reason of every failed slot."""
+        """Version -> reason of every failed slot and delta, but for versions that another slot can draft with."""
         with self._lock:
-            return {s.version: s.failure for s in self._slots.values() if s.failure}
+            failed = {s.version: s.failure for s in (*self._slots.values(), *self._deltas) if s.failure}
+            return {version: reason for version, reason in failed.items() if self._place_of(version) is None}
 
     def num_pins(self) -> dict[str, int]:
         with self._lock:
@@ -460,9 +465,7 @@ class DrafterSlots:
     def _choose(self, group: Group, request_id: str, bucket: str) -> tuple[str | None, int]:
         if group == Group.PLAIN:
             return None, -1
-        name, delta = self._live, -1
-        if self._deltas and self._is_first(self._slots[name].version):
-            name = FIRST_SLOT  # so that it drafts in one pass with its deltas
+        name, delta = self.live_slot, -1
         if group == Group.ADAPTIVE:
             own = self._routes.get(bucket)
             if own is not None:
@@ -502,10 +505,17 @@ class DrafterSlots:
             name = FIRST_SLOT
         if name is not None:
             return name, -1
+        at = self._delta_at(version)
+        return None if at is None else (FIRST_SLOT, at)
+
+    def _delta_at(self, version: str) -> int | None:
+        """Number of the usable delta that is this version."""
         if not self._is_first(self.first_version):
             return None
-        found = (i for i, s in enumerate(self._deltas) if s.version == version and not s.is_loading)
-        return next(((FIRST_SLOT, i) for i in found), None)
+        found = (
+            i for i, s in enumerate(self._deltas) if s.version == version and s.used and not (s.is_loading or s.failure)
+        )
+        return next(found, None)
 
     def _of_classes(self) -> list[str]:
         """Slots that nothing but classes want, the one whose classes were asked for last first."""
@@ -521,7 +531,8 @@ class DrafterSlots:
         for bucket, version in self._routes.items():
             place = self._place_of(version)
             if place is not None and place[0] in given_up:
-                place = (FIRST_SLOT, -1) if self._is_first(version) else None
+                at = self._delta_at(version)
+                place = (FIRST_SLOT, -1) if self._is_first(version) else None if at is None else (FIRST_SLOT, at)
             if place is not None:
                 self._served[bucket] = place
 
@@ -556,10 +567,11 @@ class DrafterSlots:
     def _delta_place(self, version: str) -> int | None:
         """The place for the delta of a class: as `_class_slot`."""
         wanted = set(self._routes.values())
-        if version not in wanted or self._place_of(version) is not None or not self._is_first(self.first_version):
+        is_served = any(self._routes[bucket] == version for bucket in self._served)
+        if version not in wanted or is_served or not self._is_first(self.first_version):
             return None
         free = [i for i, s in enumerate(self._deltas) if s.num_pins == 0 and not s.is_loading]
-        unused = [i for i in free if self._deltas[i].version not in wanted]
+        unused = [i for i in free if self._deltas[i].version not in wanted or self._deltas[i].failure]
         if unused:
             return min(unused, key=lambda i: self._deltas[i].used)
         last = min(range(len(self._deltas)), key=lambda i: self._asked.get(self._deltas[i].version, 0), default=None)

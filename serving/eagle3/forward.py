@@ -43,18 +43,13 @@ class EagleForward(DrafterForward):
         rotate_pairs(qkv, angles, c.num_heads + c.num_kv_heads, c.head_dim)
         return qkv
 
-    @property
-    def layer_prefixes(self) -> tuple[str, ...]:
-        """As DrafterForward.layer_prefixes: the one layer's weights are the model's own."""
-        return ("",)
-
     def finish(
-        self, x: torch.Tensor, attended: torch.Tensor, i: int = 0, chosen: torch.Tensor | None = None
+        self, x: torch.Tensor, attended: torch.Tensor, i: int = 0, others: torch.Tensor | None = None
     ) -> torch.Tensor:
         """As DrafterForward.finish: the rows' own hidden states (T, H)."""
         if self.config.norm_before_residual:
             x = self.norm(x) * self.weights["hidden_norm"]
-        return super().finish(x, attended, i, chosen)
+        return super().finish(x, attended, i, others)
 
     def heads(self, logits: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Best K target tokens (T, K) int64 and their calibrated log-probabilities, falling.

@@ -46,6 +46,11 @@ class EagleConfig(OwnHeadConfig):
     norm_before_residual: bool = False
     """True: attention's residual is the normed hidden state; False, as published: the state before its norm."""
 
+    @property
+    def delta_layers(self) -> dict[int, str]:
+        """As DrafterConfig.delta_layers: the one layer's weights are the model's own."""
+        return {0: ""}
+
     def _checks(self) -> tuple[Check, ...]:
         return (
             (1 <= self.num_slots <= 16, "num_slots must be in [1, 16]", self.num_slots),

@@ -125,7 +125,7 @@ class GatheredTree:
         self._newest, self._length, self.num_columns = inputs.context_lens - 1, length, 0
         self._gather(inputs)
         self._deltas = inputs.deltas
-        hidden = forward.finish(hidden, self._attend(qkv, None), chosen=forward.choose_deltas(inputs.deltas))
+        hidden = forward.finish(hidden, self._attend(qkv, None), others=forward.choose_deltas(inputs.deltas))
         return hidden, forward.logits(forward.norm(hidden))
 
     def rows(self, request: torch.Tensor) -> StepRows:
@@ -153,7 +153,7 @@ class GatheredTree:
         self._columns(width).copy_(qkv[:, -self._kv_width :].view(batch, width, -1))
         tree = None if seen is None else seen.reshape(batch, width, -1)
         deltas = None if self._deltas is None else self._deltas.index_select(0, rows.owner)
-        hidden = forward.finish(hidden, self._attend(qkv, tree), chosen=forward.choose_deltas(deltas))
+        hidden = forward.finish(hidden, self._attend(qkv, tree), others=forward.choose_deltas(deltas))
         return hidden, forward.logits(forward.norm(hidden))
 
     # ---- pieces

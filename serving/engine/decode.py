@@ -112,6 +112,10 @@ class RoundRows:
             self._kv.features.index_copy_(0, dst, features.index_select(0, src))  # type: ignore[union-attr, arg-type]
 
 
+MAX_APART = 8
+"""Failures of passes of several versions of which the one at fault is looked for; behind them the slot is at fault."""
+SlotKey = tuple[str, int]
+"""A slot and, where its versions draft apart, the delta."""
 MAX_BACKLOG_ROWS = 32
 """More new rows than this in one request are ingested before the drafting pass."""
 
@@ -281,6 +285,7 @@ class DecodeRunner:
         self._timer = timer
         self._rows = RoundRows(kv)
         self._batch: _Batch | None = None
+        self._is_apart, self._num_apart = False, 0  # versions of one slot draft apart now, and how often they came to
         self._catch_up_s = 0.0
         self._num_catch_up_rows = 0
         self._commit_s = 0.0
@@ -328,11 +333,13 @@ class DecodeRunner:
         graphed: GraphedRounds,
         batch: _Batch,
         keys: list[DraftKey | None],
-        by_slot: dict[str, list[int]],
+        by_slot: dict[SlotKey, list[int]],
         prompts: PromptRows | None,
     ) -> RoundResult | None:
         requests, groups = batch.requests, []
-        for slot, rows in by_slot.items():
+        if self._is_apart:  # a drafter has one set of staged numbers
+            return None
+        for (slot, _), rows in by_slot.items():
             drafter = self._slots.drafter(slot)
             if drafter is None or not self._has_caught_up(batch, slot, rows):
                 return None
@@ -343,14 +350,14 @@ class DecodeRunner:
         if found is None:
             return None
         batch.staged = self._scheduler.generation
-        self._note_drafted(batch, found.draft, list(by_slot), list(by_slot.values()))
+        self._note_drafted(batch, found.draft, [slot for slot, _ in by_slot], list(by_slot.values()))
         return found
 
     def _run_eagerly(
         self,
         batch: _Batch,
         keys: list[DraftKey | None],
-        by_slot: dict[str, list[int]],
+        by_slot: dict[SlotKey, list[int]],
         text_rows: list[int],
         prompts: PromptRows | None,
     ) -> RoundResult:
@@ -402,7 +409,7 @@ class DecodeRunner:
         batch = self._batch
         if batch is None or batch.requests != requests or batch.num_failures != self._slots.num_failures:
             params = [r.request.params for r in requests]
-            slots = [r.slot if self._can_draft(r.slot) else None for r in requests]
+            slots = [r.slot if self._can_draft(r.slot, r.delta) else None for r in requests]
             batch = self._batch = _Batch(
                 requests=list(requests),
                 ids=[r.request_id for r in requests],
@@ -451,11 +458,11 @@ class DecodeRunner:
             batch.device_sampling = batch.sampling.to(self._target.device)
         return batch.device_sampling
 
-    def _can_draft(self, slot: str | None) -> bool:
-        drafter = self._slots.drafter(slot)
+    def _can_draft(self, slot: str | None, delta: int) -> bool:
+        drafter = self._slots.drafter(slot, delta)
         return drafter is not None and drafter.caps.num_slots > 0
 
-    def _wanted(self, batch: _Batch) -> tuple[list[DraftKey | None], dict[str, list[int]], list[int]]:
+    def _wanted(self, batch: _Batch) -> tuple[list[DraftKey | None], dict[SlotKey, list[int]], list[int]]:
         """The round's keys, and the requests that the policy wants drafted: by slot, and those from text."""
         requests = batch.requests
         self._catch_up_s, self._num_catch_up_rows = 0.0, 0
@@ -473,13 +480,14 @@ class DecodeRunner:
         # An answer lasts about as long again as it has lasted, at least some sentences, and never beyond its limit.
         horizons = [min(r.token_limit - len(r.tokens), max(64, r.num_output)) for r in requests]
         wants = self._policy.wants_draft(keys, context_rows, backlogs, horizons)
-        by_slot: dict[str, list[int]] = {}
+        by_slot: dict[SlotKey, list[int]] = {}
         text_rows: list[int] = []
         for i, is_wanted in enumerate(wants):
             if is_wanted and has_turn[i]:
                 text_rows.append(i)
             elif is_wanted and self._may_draft(requests[i], batch.slots[i]):  # type: ignore[arg-type]
-                by_slot.setdefault(batch.slots[i], []).append(i)  # type: ignore[arg-type]
+                apart = requests[i].delta if self._is_apart else -1
+                by_slot.setdefault((batch.slots[i], apart), []).append(i)  # type: ignore[arg-type]
         return keys, by_slot, text_rows
 
     def _text_keys(self, batch: _Batch, keys: list[DraftKey | None]) -> list[DraftKey | None]:
@@ -501,7 +509,7 @@ class DecodeRunner:
         self,
         batch: _Batch,
         keys: list[DraftKey | None],
-        by_slot: dict[str, list[int]],
+        by_slot: dict[SlotKey, list[int]],
         text_rows: list[int],
         table: torch.Tensor,
         anchors: torch.Tensor,
@@ -513,7 +521,7 @@ class DecodeRunner:
         if text_rows:
             groups.append(self._text_group(batch, text_rows, table))
             group_slots.append(None)
-        for slot, rows in by_slot.items():
+        for (slot, _), rows in by_slot.items():
             group = self._group(batch, slot, rows, table) if self._slots.drafter(slot) is not None else None
             if group is not None:
                 groups.append(group)
@@ -532,9 +540,21 @@ class DecodeRunner:
                 if reason is not None:
                     self._policy.drop_text(reason)
             elif reason is not None:
-                self._slots.mark_failed(slot, reason)
+                self._blame(slot, {batch.requests[row].delta for row in own}, reason)
             elif draft.is_drafted[own[0]]:
                 mark_ingested([batch.requests[row] for row in own])
+        if self._is_apart and not draft.failures:
+            self._is_apart = False
+
+    def _blame(self, slot: str, deltas: set[int], reason: str) -> None:
+        """Stop using what a pass failed with. One of several versions may be at fault: they draft apart until each has had a
+        round, and where none fails alone it is the slot."""
+        if len(deltas) == 1:
+            self._slots.mark_failed(slot, reason, *deltas)
+        elif self._num_apart < MAX_APART:
+            self._is_apart, self._num_apart = True, self._num_apart + 1
+        else:
+            self._slots.mark_failed(slot, reason)
 
     def _may_draft(self, request: RunningRequest, slot: str) -> bool:
         """False where a text drafter knows beforehand that nothing will come of it: such a round costs what a plain one does."""

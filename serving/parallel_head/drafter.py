@@ -148,13 +148,13 @@ class ParallelHeadDrafter(TrainedDrafter):
         angles = self.forward.angles(longest + rows).index_select(0, positions.flatten())
         keys = self._context(inputs, longest, rows)  # (Lt, B, L + N, 2, Hkv, Dh), the block's part to be filled
         bias = self._lone_mask(longest) if batch == 1 and is_host else self._mask(inputs.context_lens, longest)
-        x, chosen = self.forward.block_rows(inputs.anchor_token_ids), self.forward.choose_deltas(inputs.deltas, rows)
+        x, others = self.forward.block_rows(inputs.anchor_token_ids), self.forward.choose_deltas(inputs.deltas, rows)
         for i in range(c.num_layers):
             q, k, v = self.forward.enter(i, x, angles)
             layer = keys[i]
             layer[:, longest:, 0] = k.unflatten(0, (batch, rows))
             layer[:, longest:, 1] = v.unflatten(0, (batch, rows))
-            x = self.forward.finish(x, self._attend(q, layer, bias), i, chosen)
+            x = self.forward.finish(x, self._attend(q, layer, bias), i, others)
         return self.forward.heads(self.forward.block_logits(x), scales, inputs.anchor_token_ids)
 
     def expand(self, inputs: DraftInputs, proposal: Proposal, frontier: Frontier) -> Proposal:

@@ -99,8 +99,9 @@ class SpecBlockDrafter(TrainedDrafter):
     def _make_room(self, max_requests: int) -> int:
         """Allocate the pool anew, with spare rows for padding behind those that it has; returns how many it has."""
         num_rows = self._num_rows
+        was_native = self._native is not None
         self._native, self.kv_dtype = None, self.dtype  # its keys are turned otherwise
-        if self.num_deltas:
+        if was_native and self.num_deltas:  # torch's form has no room for them yet
             self.hold_deltas(self.num_deltas, self.delta_rank)
         self.pool = self.pool.new_empty(0)  # the old one goes before the new one comes
         self._attention.bind(self.pool, 0)

@@ -109,8 +109,8 @@ class SlotForward(DrafterForward):
         cond, last = self.conditions(inputs), self.config.num_layers - 1
         x, qkv = self._to_last_layer(attention, inputs, cond)
         attended = attention.newest_rows(last, qkv)  # only the newest row of each request drafts
-        chosen = self.choose_deltas(inputs.deltas, self.config.num_slots)
-        proposal = self.heads(self.finish(attention.newest(x), attended, last, chosen), scales[0], rank)
+        others = self.choose_deltas(inputs.deltas, self.config.num_slots)
+        proposal = self.heads(self.finish(attention.newest(x), attended, last, others), scales[0], rank)
         if not self.config.inherits_hidden:  # the next block starts from the anchor rows' features
             proposal.hidden = self.anchor_hidden(cond, inputs)
         return proposal
@@ -131,10 +131,10 @@ class SlotForward(DrafterForward):
         deltas = inputs.deltas
         if deltas is not None:
             deltas = deltas.expand(cells.numel()) if owner is None else deltas.index_select(0, owner)
-        chosen = self.choose_deltas(deltas, self.config.num_slots)
+        others = self.choose_deltas(deltas, self.config.num_slots)
         for i in range(self.config.num_layers):
             x, qkv = self.project(i, x)
-            x = self.finish(x, attention.leaves(i, qkv), i, chosen)
+            x = self.finish(x, attention.leaves(i, qkv), i, others)
         scale = scales[1].expand(cells.numel(), -1) if owner is None else scales[1].index_select(0, owner)
         return self.heads(x, scale, rank)
 
@@ -159,10 +159,9 @@ class SlotForward(DrafterForward):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """All layers of the new rows but the attention and MLP of the last one: x (R * K, H), qkv (R * K, ..)."""
         x, last = self.fuse(cond, inputs.new_token_ids), self.config.num_layers - 1
-        chosen = self.choose_deltas(inputs.new_row_deltas(), self.config.num_slots) if last else None
         for i in range(last):
             x, qkv = self.project(i, x)
-            x = self.finish(x, attention.rows(i, qkv), i, chosen)
+            x = self.finish(x, attention.rows(i, qkv), i)
         return self.project(last, x)
 
     def fuse(self, cond: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:

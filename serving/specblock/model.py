@@ -62,6 +62,11 @@ class SpecBlockConfig(OwnHeadConfig):
     has_rank_head: bool = True
     """False (ablation): every slot keeps all candidates; path scores alone decide."""
 
+    @property
+    def delta_layers(self) -> dict[int, str]:
+        """As DrafterConfig.delta_layers: the last one; what the others put out becomes keys and values of the text's rows."""
+        return {self.num_layers - 1: f"layers.{self.num_layers - 1}."}
+
     def _checks(self) -> tuple[Check, ...]:
         return (
             (self.num_layers >= 1, "num_layers must be >= 1", self.num_layers),

@@ -171,9 +171,11 @@ class WeightDrafter:
         self.num_deltas = num_deltas
         self.num_pool_rows = None
 
-    def load_delta(self, at, factors):
+    def check_delta(self, factors):
         if factors["added"] < 0:
             raise DrafterMismatchError("what is added must be >= 0")
+
+    def load_delta(self, at, factors):
         self.deltas[at] = factors["added"]
 
     def alloc(self, num_pool_rows):

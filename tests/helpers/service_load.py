@@ -21,10 +21,10 @@ from paceline.bench.chaos import load
 from paceline.bench.chaos.checks import Questions, answer_problems
 from paceline.bench.chaos.load import wait_for
 from paceline.bench.common.lossless import greedy_tokens
+from paceline.bench.engine.versions import random_factors
 from paceline.config import EngineConfig, PolicyConfig, ServiceConfig
 from paceline.infra.app import Service, run_service, stop_service
-from paceline.serving.drafters.deltas import DOWN, LINEARS, UP
-from paceline.serving.loading.families import read_drafter_files, save_drafter
+from paceline.serving.loading.families import build_model, read_drafter_files, save_drafter
 from paceline.serving.loading.target import read_target
 from paceline.serving.target_model.model import TargetModel
 from tests.helpers.drafters import specblock_for
@@ -57,13 +57,9 @@ def put_drafter(registry: DrafterRegistry, target: TargetModel, folder: Path, se
 
 def put_delta(registry: DrafterRegistry, base: str, seed: int, rank: int = 4) -> str:
     """A version that adds random factors to the weights of another one."""
-    manifest, g = registry.get_manifest(base), torch.Generator().manual_seed(seed)
-    factors = {}
-    for name, weight in registry.load_state(base).items():
-        layer = name.removesuffix(".weight")
-        if layer != name and layer.rpartition(".")[2] in LINEARS:
-            factors[layer + DOWN] = torch.randn(rank, weight.shape[1], generator=g)
-            factors[layer + UP] = torch.randn(weight.shape[0], rank, generator=g)
+    manifest = registry.get_manifest(base)
+    model = build_model({**manifest.config, "drafter_type": manifest.drafter_type}, registry.load_state(base))
+    factors = random_factors(model, rank, seed, 1.0)
     fields = {
         "drafter_type": manifest.drafter_type,
         "config": manifest.config,

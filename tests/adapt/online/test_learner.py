@@ -15,7 +15,7 @@ from paceline.adapt.online.learner import (
 )
 from paceline.contracts import ArmSpec
 from paceline.errors import ConfigError, DrafterMismatchError
-from paceline.serving.drafters.deltas import LINEARS, factor_layers, merge
+from paceline.serving.drafters.deltas import factor_layers, merge
 from paceline.serving.sampling.request import RequestTrace
 from paceline.serving.specblock.model import SpecBlockConfig, SpecBlockModel
 
@@ -94,8 +94,8 @@ def test_a_delta_leaves_the_base_alone_and_serves_as_its_factors_say():
     factors, whole = learner.factors(), learner.snapshot()
     assert same(merge(base, factors), whole) and set(whole) == set(base)
     changes = {name for name in base if not torch.equal(base[name], whole[name])}
-    layers = {f"layers.{i}.{n}" for i in range(CONFIG.num_layers) for n in LINEARS}
-    assert changes == {name + ".weight" for name in layers} and set(factor_layers(factors)) == layers
+    layers = CONFIG.delta_linears
+    assert changes == {name + ".weight" for name in layers} and factor_layers(factors) == layers
     assert sum(r.nll for r in reports[-5:]) < sum(r.nll for r in reports[:5])
     again = Learner(make_model(), TargetTables(TARGET_EMBED), arm("lora", rank=3), seed=2, factors=factors)
     torch.testing.assert_close(again.snapshot(), whole)

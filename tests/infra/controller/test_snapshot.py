@@ -26,7 +26,7 @@ GOLDEN = {
         "has_controller"
     ),
     "versions": (
-        "version sha256 num_bytes drafter_type shapes_hash target_version parent arm bucket num_train_rows "
+        "version sha256 num_bytes drafter_type shapes_hash target_version parent arm bucket num_train_rows delta_of "
         "metrics created"
     ),
     "notes": "ts text",
@@ -52,7 +52,7 @@ GOLDEN = {
     "feedback": "produced delivered dropped duplicates missing_batches lost_entries lag",
     "errors": "count last",
     "bandit": (
-        "policy epoch pinned barred beliefs scores regime_age_s horizon_s regime_starts posterior drift_alarms "
+        "policy epoch pinned barred beliefs scores regime_age_s horizon_s regime_starts arms posterior drift_alarms "
         "ledger bank_s job slowdown num_jobs_learned num_rows_dropped"
     ),
     "bandit.beliefs.math": (

@@ -250,12 +250,44 @@ def test_a_delta_gives_its_place_to_one_that_is_asked_for_since_and_never_under_
     assert not load_delta(slots, "v2"), "nobody has asked since"
 
 
-def test_a_delta_that_does_not_fit_leaves_its_place_empty_and_is_wanted_still():
+def test_a_delta_that_does_not_fit_takes_no_others_place_and_is_wanted_still():
     slots = delta_slots(1)
-    slots.route({"math": "v2"})
+    slots.route({"math": "v2", "code": "v3"})
+    assert load_delta(slots, "v2")
+    ask(slots, "code")
     with pytest.raises(DrafterMismatchError):
-        slots.load_delta("v2", lambda: {"added": -1.0})
-    assert slots.missing() == ["v2"] and slots.served() == {} and load_delta(slots, "v2")
+        slots.load_delta("v3", lambda: {"added": -1.0})
+    assert slots.missing() == ["v3"] and slots.served() == {"math": "v2"} and load_delta(slots, "v3")
+
+
+def test_a_failed_delta_stops_alone_and_its_place_takes_the_next_one():
+    slots = delta_slots(1)
+    slots.route({"math": "v2", "code": "v3"})
+    load_delta(slots, "v2")
+    held = slots.pin(Group.ADAPTIVE, "r", "math")
+    slots.mark_failed("first", "test", held.delta)
+    assert slots.drafter(held.slot, held.delta) is None and slots.drafter("first") is not None
+    assert slots.failures() == {"v2": "test"} and slots.served() == {} and ask(slots, "math") == "v1"
+    assert not load_delta(slots, "v3"), "a request is pinned to the place"
+    slots.unpin(held.slot, held.delta)
+    assert load_delta(slots, "v3") and slots.failures() == {} and slots.served() == {"code": "v3"}
+
+
+def test_a_version_that_another_slot_drafts_with_is_no_failure():
+    slots = delta_slots()
+    slots.mark_failed("first", "test")
+    assert slots.failures() == {} and slots.pin(Group.ADAPTIVE) == ("A", "v1", -1)
+    slots.mark_failed("A", "test")
+    assert slots.failures() == {"v1": "test"}
+
+
+def test_a_version_whose_slot_was_given_up_is_served_as_a_delta():
+    slots = delta_slots()
+    slots.route({"math": "v2"})
+    slots.stage("v2", state(2.0)), slots.publish("v2"), slots.stage("v1", {}), slots.publish("v1")
+    assert slots.served() == {} and slots.missing() == ["v2"], "there is no slot for classes"
+    assert load_delta(slots, "v2") and slots.served() == {"math": "v2"} and slots.missing() == []
+    assert slots.pin(Group.ADAPTIVE, "r", "math") == ("first", "v2", 0)
 
 
 def test_a_failed_first_drafter_takes_its_deltas_with_it():

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from paceline.bench.engine.versions import random_factors as deltas_of
 from paceline.errors import DrafterMismatchError
 from paceline.kernels.cpu.library import ISA_VARIABLE, ISAS, choose_isa, load_library
-from paceline.serving.drafters.deltas import DOWN, LINEARS, UP, merge
+from paceline.serving.drafters.deltas import UP, merge
 from paceline.serving.drafters.interface import Frontier
 from paceline.serving.eagle3.drafter import EagleDrafter
 from paceline.serving.parallel_head.drafter import ParallelHeadDrafter
@@ -37,14 +38,7 @@ def tiny(kind, seed):
 
 def random_factors(model, rng, rank):
     """A delta that changes what is drafted."""
-    g = torch.Generator().manual_seed(int(rng.integers(2**31)))
-    linears = [n for n, m in model.named_modules() if n.rpartition(".")[2] in LINEARS]
-    factors = {}
-    for name in linears:
-        num_out, num_in = model.get_submodule(name).weight.shape
-        factors[name + DOWN] = torch.randn(rank, num_in, generator=g) * num_in**-0.5
-        factors[name + UP] = torch.randn(num_out, rank, generator=g) * 0.3
-    return factors
+    return deltas_of(model, rank, int(rng.integers(2**31)), 0.3)
 
 
 def leaves_of(inputs, drafter, rng, count):
