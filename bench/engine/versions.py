@@ -124,6 +124,8 @@ def _text(ratio: dict[str, Any] | None) -> str:
 
 def _row(name: str, arm: _Arm, one: _Arm) -> dict[str, Any]:
     rounds = sum(n for n, _ in arm.groups)
+    if not all(n for n, _ in arm.groups):
+        raise PacelineError("in some group no round had all requests running; ask for more --max-tokens")
     # seconds per round over those of one version: rates of "rounds" whose roles are changed
     ratio = paired_ratio([(s, n) for n, s in arm.groups], [(s, n) for n, s in one.groups])
     return {
