@@ -808,7 +808,7 @@ AttendAll<X> attention_of(int64_t head_dim) {
 }
 
 // ---- the forward -----------------------------------------------------------------------------------------------
-constexpr int64_t LOWERED = 32;  // numbers of a lowered row that are computed at once
+constexpr int64_t LOWERED = 2 * LANES;  // numbers of a lowered row that are computed at once, at most
 
 inline int64_t padded(int64_t size, int64_t to) { return (size + to - 1) / to * to; }
 
@@ -914,18 +914,18 @@ struct Run {
   void product_of(const X* x, int64_t n, const Linear& linear, const Delta& delta, const Parts& of, int64_t first, int64_t last,
                   float* y, int64_t y_stride, int thread, int num_threads) {
     if (!delta.down || !of.num) return product<W>(x, n, linear, first, last, y, y_stride, m.uses_tiles);
-    const int64_t rank = m.delta_rank, pieces = rank / LOWERED;
+    const int64_t rank = m.delta_rank, width = of.num * rank / LOWERED < num_threads ? LANES : LOWERED, pieces = rank / width;
     int64_t piece0, piece1;
     float* found = lowering + thread * rows * LOWERED;
     share(of.num * pieces, thread, num_threads, &piece0, &piece1);
     for (int64_t at = piece0; at < piece1; ++at) {
       const Part& part = of.at[at / pieces];
-      const int64_t to = at % pieces * LOWERED;
+      const int64_t to = at % pieces * width;
       const W* down = (const W*)delta.down + (part.version * rank + to) * linear.in;
-      panel_product<W>(x + part.first * linear.in, part.last - part.first, down, linear.in, LOWERED / LANES, found, LOWERED,
+      panel_product<W>(x + part.first * linear.in, part.last - part.first, down, linear.in, width / LANES, found, LOWERED,
                        m.uses_tiles);
       for (int64_t r = part.first; r < part.last; ++r)
-        for (int64_t i = 0; i < LOWERED; i += LANES)
+        for (int64_t i = 0; i < width; i += LANES)
           narrow<X>(lowered + r * rank + to + i, load(found + (r - part.first) * LOWERED + i));
     }
     product<W>(x, n, linear, first, last, y, y_stride, m.uses_tiles);

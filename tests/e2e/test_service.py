@@ -367,7 +367,7 @@ def test_the_policys_commands_are_carried_out_and_what_cannot_be_is_refused(plac
     for words, reason in (
         (("set", "magic"), "policy must be one of never, always, interval, payoff"),
         (("bank", "1e30"), r"bank_s must be in \[0"),
-        (("train", "load", "--arm", "magic"), "arm must be one of calibration, head"),
+        (("train", "load", "--arm", "magic"), "arm must be one of lora"),
         (("train", "nobody"), "bucket must be one with measured traffic"),
     ):
         with pytest.raises(PacelineError, match=reason):

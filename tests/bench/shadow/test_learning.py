@@ -14,7 +14,7 @@ def test_every_arm_has_a_row_with_its_gain_per_second(tmp_path):
         num_prompts=16, num_judged=8, max_tokens=12, repeats=1, rates=(1e-3,), json=tmp_path / "r.json", work=tmp_path
     )
     rows = run_learner_bench(options, Console(quiet=True))["rows"]
-    assert [r["arm"] for r in rows] == ["job", "learner 0.001, rehearsal 0.125"] and rows[0]["over_job"] == 1.0
+    assert [r["arm"] for r in rows] == ["job", "learner full 0.001, rehearsal 0.125"] and rows[0]["over_job"] == 1.0
     for row in rows:
         assert row["seconds"] > 0 and row["rows"] > 100 and row["before"] == rows[0]["before"]
         assert row["gain_per_s"] == pytest.approx((row["after"] - row["before"]) / row["seconds"])

@@ -189,3 +189,37 @@ def test_factors_that_do_not_fit_change_nothing(kind):
         with pytest.raises(DrafterMismatchError, match=words):
             shared.load_delta(0, factors)
     assert torch.equal(drafted(), before)
+
+
+@pytest.mark.skipif(not FOUND, reason="needs the compiled library")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("isa", FOUND)
+@KINDS
+def test_drafts_do_not_depend_on_the_threads(kind, isa, dtype, monkeypatch):
+    """Layers wide enough for several; few versions in a pass, and many."""
+    monkeypatch.setenv(ISA_VARIABLE, isa)
+    wide = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32, "num_slots": 3}
+    if kind == "eagle3":
+        (model, *tables), drafter_class = tiny_eagle(0, **wide, max_depth=9), EagleDrafter
+    elif kind == "specblock":
+        (model, *tables), drafter_class = tiny_specblock(0, **wide), SpecBlockDrafter
+    else:
+        (model, *tables), drafter_class = tiny_head(kind == "jetspec", 0, **wide), ParallelHeadDrafter
+    before = torch.get_num_threads()
+    for own_version in ([0], [1, 1, -1], [0, 1, 2, 3, 4]):
+        found = []
+        for num_threads in (1, 2, 3):
+            rng = np.random.default_rng(0)
+            drafter = drafter_class(model, *(t.to(dtype) for t in tables), num_candidates=6)
+            drafter.hold_deltas(NUM_DELTAS, RANK)
+            for at in range(NUM_DELTAS):
+                drafter.load_delta(at, random_factors(model, rng, RANK))
+            requests = new_requests(drafter, len(own_version), rng)
+            inputs = make_inputs(requests, [(0, r.context) for r in requests])
+            inputs.deltas = torch.tensor(own_version)
+            torch.set_num_threads(num_threads)
+            try:
+                found.append(drafter.propose(inputs).logprobs.clone())
+            finally:
+                torch.set_num_threads(before)
+        assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
