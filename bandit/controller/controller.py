@@ -342,13 +342,15 @@ class Controller:
         """Order the named arm on a bucket; its honest price is on the decision, and the bank does not bound it.
 
         Args:
+            arm: '' = the cheapest that learns more than calibration.
             context: what the host knows now; None = at the last tick.
         Raises: ValueError for an unknown arm or bucket, without rows, or while a job is in flight.
         """
         context = context or self._state.context
         if context is None:
             raise ValueError("the controller has seen no replica yet; try again in a few seconds")
-        template = next((a for a in self._arms if a.name == arm), None)
+        usual = next((a for a in self._arms if a.parameters != "calibration"), self._arms[0])
+        template = next((a for a in self._arms if a.name == (arm or usual.name)), None)
         if template is None:
             raise ValueError(f"arm must be one of {', '.join(a.name for a in self._arms)}, got {arm!r}")
         view = self._view(now, context)

@@ -169,7 +169,7 @@ class Orders:
         self._policy.set_bank(start_s)
         self._books.note(f"starting balance of the bank set to {start_s:g} device-seconds")
 
-    def train(self, bucket: str, arm: str) -> int:
+    def train(self, bucket: str, arm: str = "") -> int:
         """Start a training job now, paid or not; returns its decision id. Raises ValueError where that cannot be."""
         desired = self._books.desired
         if desired is None or self._state.pending is not None or self._is_foreign_live(desired):
@@ -177,7 +177,7 @@ class Orders:
         now = self._books.clock.now()
         decision = self._policy.train_now(bucket, arm, now, self._context(desired, now))
         self._act(decision, now)
-        self._books.note(f"training of {arm} on {bucket} ordered (decision {decision.decision_id})")
+        self._books.note(f"training of {decision.arm} on {bucket} ordered (decision {decision.decision_id})")
         return decision.decision_id
 
     def pin(self, version: str) -> None:

@@ -79,7 +79,12 @@ class TrainOptions:
     """The dashboard has the classes and how many rows each has to learn from."""
 
     bucket: A[str, Setting("Class.", is_argument=True)]
-    arm: A[str, Setting("What of the drafter may change: a name of the dashboard's list.")] = "head"
+    arm: A[
+        str | None,
+        Setting(
+            "What of the drafter may change: a name of the dashboard's list; default: head, or lora where classes learn deltas."
+        ),
+    ] = None
     service: ServiceAddress = field(default_factory=ServiceAddress)
 
 

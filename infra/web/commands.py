@@ -22,7 +22,7 @@ FIELDS: dict[str, dict[str, type]] = {
     "train": {"bucket": str, "arm": str},
 }
 """Command -> its fields."""
-OPTIONAL = {("rollback", "version"), ("canary", "bucket")}
+OPTIONAL = {("rollback", "version"), ("canary", "bucket"), ("train", "arm")}
 _METHODS = {"resume": "pause", "policy": "set_policy", "bank": "set_bank"}
 
 

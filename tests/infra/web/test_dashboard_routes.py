@@ -215,8 +215,8 @@ def test_training_now_pinning_and_rolling_back(shared_redis) -> None:
     scene.run(100, ["code", "math"])
     assert order(scene, "train", bucket="math", arm="nothing").status_code == 400
     assert order(scene, "train", bucket="nowhere", arm="head").status_code == 400
-    assert order(scene, "train", bucket="math").status_code == 400
-    done = order(scene, "train", bucket="math", arm="head")
+    assert order(scene, "train", arm="head").status_code == 400
+    done = order(scene, "train", bucket="math")
     assert done.status_code == 200, done.text
     ordered = next(d for d in reversed(scene.state().decisions) if d.action == "train")
     assert (ordered.policy, ordered.arm, ordered.bucket) == ("operator", "head", "math")
