@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.errors import DrafterMismatchError
-from paceline.serving.drafters.deltas import DOWN, UP
+from paceline.serving.drafters.deltas import DOWN, UP, check_factors
 from paceline.serving.drafters.network import DrafterModel
 
 
@@ -43,26 +42,19 @@ def add_factors(
     Raises: DrafterMismatchError when they are not this model's.
     """
     generator, names = torch.Generator().manual_seed(seed % 2**63), list[str]()
-    for name in model.config.delta_linears:
+    shapes = {name: tuple(model.get_parameter(name + ".weight").shape) for name in model.config.delta_linears}
+    if found is not None:
+        check_factors(found, shapes, rank)
+    for name in shapes:
         parent, _, own = name.rpartition(".")
         linear = model.get_submodule(name)
         assert isinstance(linear, nn.Linear)
-        setattr(model.get_submodule(parent), own, LowRankLinear(linear, rank, generator))
+        layer = LowRankLinear(linear, rank, generator)
+        setattr(model.get_submodule(parent), own, layer)
         names += [name + DOWN, name + UP]
-    if found is not None:
-        _begin_with(model, names, found)
+        if found is not None:
+            begun = found[name + DOWN].shape[0]
+            with torch.no_grad():
+                layer.down[:begun].copy_(found[name + DOWN])
+                layer.up[:, :begun].copy_(found[name + UP])
     return names
-
-
-@torch.no_grad()
-def _begin_with(model: DrafterModel, names: list[str], found: Mapping[str, torch.Tensor]) -> None:
-    if set(found) != set(names):
-        raise DrafterMismatchError("the delta that the learner begins with must have the drafter's layers")
-    for name in names:
-        parameter, tensor = model.get_parameter(name), found[name]
-        axis = 0 if name.endswith(DOWN) else 1
-        if tensor.shape[1 - axis] != parameter.shape[1 - axis] or tensor.shape[axis] > parameter.shape[axis]:
-            raise DrafterMismatchError(
-                f"delta factor {name} must fit {tuple(parameter.shape)}, got {tuple(tensor.shape)}"
-            )
-        parameter.narrow(axis, 0, tensor.shape[axis]).copy_(tensor)

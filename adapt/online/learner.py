@@ -56,12 +56,11 @@ def select_parameters(
     arms = training_family(model.drafter_type).arms
     if arm.parameters not in (*arms, LORA):
         raise ConfigError(f"arm.parameters must be one of {', '.join((*arms, LORA))}, got {arm.parameters!r}")
-    if arm.parameters == LORA and arm.rank < 1:
-        raise ConfigError(f"arm.rank must be >= 1 for {LORA}, got {arm.rank}")
     if arm.parameters == LORA:
-        prefixes: tuple[str, ...] | None = tuple(add_factors(model, arm.rank, seed, factors))
-    else:
-        prefixes = arms[arm.parameters]
+        if arm.rank < 1:
+            raise ConfigError(f"arm.rank must be >= 1 for {LORA}, got {arm.rank}")
+        arms = {LORA: tuple(add_factors(model, arm.rank, seed, factors))}
+    prefixes = arms[arm.parameters]
     names = []
     for name, p in model.named_parameters():
         p.requires_grad_(prefixes is None or name.startswith(prefixes))
@@ -97,7 +96,7 @@ class Learner:
             raise ConfigError(f"arm.rehearsal_share must be in [0, 1), got {arm.rehearsal_share:g}")
         self.arm, self.model = arm, model
         names = select_parameters(model, arm, seed=seed, factors=factors)
-        trains_backbone = arm.parameters in ("full", LORA)
+        trains_backbone = training_family(model.drafter_type).arms.get(arm.parameters) is None
         self._run = TrainingRun(
             model,
             tables,

@@ -32,7 +32,7 @@ from paceline.bootstrap import SCORED_TOGETHER
 from paceline.contracts import DrafterManifest, ShadowScore, TrainJob, TrainResult
 from paceline.errors import DrafterMismatchError, ManifestError, PacelineError
 from paceline.paths import resolve_model
-from paceline.serving.drafters.deltas import rank_of
+from paceline.serving.drafters.deltas import merge, rank_of
 from paceline.serving.drafters.family import TrainedDrafter
 from paceline.serving.drafters.network import TargetHandles
 from paceline.serving.loading.families import build_drafter, build_model
@@ -180,13 +180,13 @@ def _run(
     learners: LearnerStore | None,
 ) -> TrainResult:
     base = registry.get_manifest(job.base_version)
-    base_state = registry.load_state(job.base_version, target_version=target.version)
     key = LearnerKey(job.bucket, base.drafter_type, job.base_version, target.version, job.arm.parameters)
-    whole, whole_state, factors, arm = job.base_version, base_state, None, job.arm
+    whole, factors, arm = job.base_version, None, job.arm
     if arm.parameters == LORA and base.delta_of is not None:  # the same delta learns on
-        whole, factors = base.delta_of, registry.load_own(job.base_version)
-        whole_state = registry.load_state(whole, target_version=target.version)
+        whole, factors = base.delta_of, registry.load_own(job.base_version, target_version=target.version)
         arm = msgspec.structs.replace(arm, rank=max(arm.rank, rank_of(factors)))
+    whole_state = registry.load_state(whole, target_version=target.version)
+    base_state = whole_state if factors is None else merge(whole_state, factors)
 
     def new_learner() -> Learner:
         model = build_model({**base.config, "drafter_type": base.drafter_type}, whole_state)

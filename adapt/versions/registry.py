@@ -157,7 +157,7 @@ class DrafterRegistry:
     def load_state(self, version: str, *, target_version: str | None = None) -> dict[str, torch.Tensor]:
         """Whole weights of a version, those of a delta added to its base's; raises as `load_own`."""
         manifest = self.get_manifest(version, target_version=target_version)
-        own = self.load_own(version, target_version=target_version)
+        own = self._load(manifest)
         if manifest.delta_of is None:
             return own
         from paceline.serving.drafters.deltas import merge
@@ -171,8 +171,10 @@ class DrafterRegistry:
         Raises: DrafterMismatchError when the drafter was trained for another target or holds non-finite values;
         ManifestError when the weights are missing or differ from the manifest.
         """
-        manifest = self.get_manifest(version, target_version=target_version)
-        path = self._blob_path(manifest.sha256)
+        return self._load(self.get_manifest(version, target_version=target_version))
+
+    def _load(self, manifest: DrafterManifest) -> dict[str, torch.Tensor]:
+        version, path = manifest.version, self._blob_path(manifest.sha256)
         try:
             data = self._fs.cat_file(path)
         except FileNotFoundError as e:

@@ -48,6 +48,8 @@ class BenchGroup:
     params: tuple[SamplingParams, ...]
     batch: int
     """Requests that run at once."""
+    buckets: tuple[str, ...] = ()
+    """Of each request, where they differ; () = `bucket`."""
 
     @property
     def cell(self) -> tuple[str, int, float]:
@@ -178,7 +180,7 @@ class EngineArm:
             for request_id, i in itertools.islice(waiting, count):
                 request = GenerationRequest(
                     request_id=request_id, prompt_token_ids=group.prompts[i], params=group.params[i],
-                    bucket=group.bucket, group=self._group,
+                    bucket=group.buckets[i] if group.buckets else group.bucket, group=self._group,
                 )  # fmt: skip
                 seen.submitted_s.append(self._timer() - began)
                 engine.submit(request, on_event)

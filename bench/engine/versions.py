@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Sequence
 from typing import Annotated as A
 from typing import Any
@@ -21,8 +20,11 @@ from paceline.bench.common.engine_run import encode, load_target, set_threads, t
 from paceline.bench.common.result_file import ResultFile
 from paceline.bench.common.terminal import interval_text, new_table, number_text, progress, say_file
 from paceline.bench.common.workloads import BUNDLED_BUCKETS, load_prompts
-from paceline.bench.engine.cells import paired_ratio
+from paceline.bench.engine.arms import BenchGroup, EngineArm, GroupTiming, make_groups, run_alternating
+from paceline.bench.engine.cells import paired_ratio, split_of_rounds
+from paceline.bench.engine.run import pick_device
 from paceline.config import EngineConfig, TreeConfig
+from paceline.contracts import Group
 from paceline.errors import ConfigError, PacelineError
 from paceline.paths import resolve_drafter
 from paceline.records import DataFolder, Device, Dtype, JsonFile, Model, Setting, Threads, record
@@ -32,7 +34,6 @@ from paceline.serving.drafters.network import DrafterModel
 from paceline.serving.drafters.slots import MAX_CLASS_SLOTS, DrafterSlots
 from paceline.serving.engine.engine import Engine
 from paceline.serving.loading.families import build_drafter, build_model, read_drafter_files
-from paceline.serving.sampling.request import GenerationRequest, RoundEvent, SamplingParams
 from paceline.serving.target_model.model import TargetModel
 
 ONE, DELTAS, WHOLE = "one version", "deltas", "whole versions"
@@ -63,15 +64,6 @@ class VersionBenchOptions:
     json: JsonFile = None
 
 
-@dataclasses.dataclass(slots=True)
-class _Arm:
-    engine: Engine
-    groups: list[tuple[float, float]] = dataclasses.field(default_factory=list)
-    """(rounds, seconds) of each group."""
-    parts: dict[str, float] = dataclasses.field(default_factory=dict)
-    texts: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
-
-
 def run_version_bench(options: VersionBenchOptions, console: Console) -> dict[str, Any]:
     """Run every group once per arm, in rotating order; prints a table, returns the document.
 
@@ -79,10 +71,8 @@ def run_version_bench(options: VersionBenchOptions, console: Console) -> dict[st
     """
     set_threads(options.num_threads)
     result = ResultFile(options.json, command="bench versions", options=options, extra={"rows": []})
-    device = "cuda" if options.device == "auto" and torch.cuda.is_available() else options.device
-    target = load_target(
-        options.model, options.dtype, "cpu" if device == "auto" else device, drafters=[options.drafter]
-    )
+    device = pick_device(options.device)
+    target = load_target(options.model, options.dtype, device, drafters=[options.drafter])
     result.update(target=target_facts(target))
     folder = resolve_drafter(options.drafter, options.model, version=target.version)
     if folder is None:
@@ -90,17 +80,14 @@ def run_version_bench(options: VersionBenchOptions, console: Console) -> dict[st
     values, state = read_drafter_files(folder, target)
     names = (ONE, DELTAS, WHOLE) if options.has_whole else (ONE, DELTAS)
     model = build_model(values, state)
-    arms = {name: _Arm(_engine(name, options, target, values, model)) for name in names}
+    arms = [EngineArm(name, _engine(name, options, target, values, model), Group.ADAPTIVE) for name in names]
     groups = _groups(options, target)
     with progress(console, "versions", len(groups)) as bar:
-        for at, group in enumerate(groups):
-            turn = at % len(names)
-            for name in names[turn:] + names[:turn]:
-                _serve(arms[name], options, group, at, is_counted=at > 0)
-            if any(arm.texts != arms[ONE].texts for arm in arms.values()) and target.dtype == torch.float32:
-                raise PacelineError(f"greedy texts of the arms differ in group {at}; they must not")
-            bar.step()
-    rows = [_row(name, arm, arms[ONE]) for name, arm in arms.items()]
+        timings = run_alternating(arms, groups, num_warmup=1, on_group=bar.step)
+    texts = {name: [t.token_ids for t in own] for name, own in timings.items()}
+    if target.dtype == torch.float32 and any(found != texts[ONE] for found in texts.values()):
+        raise PacelineError("greedy texts of the arms differ; they must not")
+    rows = [_row(name, own, timings[ONE]) for name, own in timings.items()]
     base = sum(t.numel() for t in state.values() if t.is_floating_point())
     added = options.num_versions * sum(t.numel() for t in random_factors(model, options.rank, 0, _FAINT).values())
     for row in rows:
@@ -122,20 +109,17 @@ def _text(ratio: dict[str, Any] | None) -> str:
     return "-" if ratio is None else f"{ratio['ratio']:.3f} ({interval_text(ratio['interval'])})"
 
 
-def _row(name: str, arm: _Arm, one: _Arm) -> dict[str, Any]:
-    rounds = sum(n for n, _ in arm.groups)
-    if not all(n for n, _ in arm.groups):
+def _row(name: str, timings: Sequence[GroupTiming], one: Sequence[GroupTiming]) -> dict[str, Any]:
+    """Figures of the rounds in which all requests ran."""
+    full, base = ([t.full_batch for t in own if t.full_batch and t.full_batch.num_rounds] for own in (timings, one))
+    if len(full) < len(timings) or len(base) < len(one):
         raise PacelineError("in some group no round had all requests running; ask for more --max-tokens")
     # seconds per round over those of one version: rates of "rounds" whose roles are changed
-    ratio = paired_ratio([(s, n) for n, s in arm.groups], [(s, n) for n, s in one.groups])
+    ratio = paired_ratio(*([(t.seconds, float(t.num_rounds)) for t in own] for own in (full, base)))
+    split = split_of_rounds(full)
     return {
-        "arm": name,
-        "num_rounds": int(rounds),
-        "round_ms": round(1e3 * sum(s for _, s in arm.groups) / rounds, 4),
-        "draft_ms": round(1e3 * arm.parts["draft"] / rounds, 4),
-        "part_ms": {part: round(1e3 * s / rounds, 4) for part, s in arm.parts.items()},
-        "round_over_one": None if name == ONE else ratio,
-    }
+        "arm": name, **split, "draft_ms": split["part_ms"]["draft"], "round_over_one": None if name == ONE else ratio,
+    }  # fmt: skip
 
 
 def random_factors(model: DrafterModel, rank: int, seed: int, scale: float) -> dict[str, torch.Tensor]:
@@ -184,40 +168,15 @@ def _engine(
     return engine
 
 
-def _groups(options: VersionBenchOptions, target: TargetModel) -> list[list[tuple[int, ...]]]:
-    """Prompts of each group, kinds mixed; the first group is not counted."""
-    n, count = options.num_versions, options.num_versions * (options.num_groups + 1)
-    buckets = BUNDLED_BUCKETS
-    each = -(-count // len(buckets))
-    found = [load_prompts(b, options.data, each, options.seed) for b in buckets]
+def _groups(options: VersionBenchOptions, target: TargetModel) -> list[BenchGroup]:
+    """One wave of requests each, kinds of prompts mixed, every request of a class of its own."""
+    n, num_groups = options.num_versions, options.num_groups + 1
+    each = -(-n * num_groups // len(BUNDLED_BUCKETS))
+    found = [load_prompts(b, options.data, each, options.seed) for b in BUNDLED_BUCKETS]
     mixed = [tuple(encode(target, prompt.text)) for together in zip(*found, strict=True) for prompt in together]
-    return [mixed[i * n : (i + 1) * n] for i in range(options.num_groups + 1)]
-
-
-def _serve(
-    arm: _Arm, options: VersionBenchOptions, group: Sequence[tuple[int, ...]], at: int, *, is_counted: bool
-) -> None:
-    """Serve one group; only rounds in which all requests run are timed."""
-    events: list[list[RoundEvent]] = [[] for _ in group]
-    params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=True)
-    engine = arm.engine
-    for i, prompt in enumerate(group):
-        request = GenerationRequest(request_id=f"{at}-{i}", prompt_token_ids=prompt, params=params, bucket=f"class {i}")
-        engine.submit(request, events[i].append)
-
-    def are_all(test: Any) -> bool:
-        return all(map(test, events))
-
-    while not are_all(len) and engine.step():  # until every request has its first token
-        continue
-    before, start = engine.stats(), time.perf_counter()
-    while not any(own[-1].finish_reason for own in events) and engine.step():
-        continue
-    seconds, after = time.perf_counter() - start, engine.stats()
-    while engine.step():
-        continue
-    arm.texts = [tuple(t for e in own for t in e.token_ids) for own in events]
-    if is_counted:
-        arm.groups.append((after["num_rounds"] - before["num_rounds"], seconds))
-        for part, s in after["round_part_s"].items():
-            arm.parts[part] = arm.parts.get(part, 0.0) + s - before["round_part_s"][part]
+    groups = make_groups(
+        mixed, bucket="mixed", batch=n, group_size=n, temperature=0.0, max_tokens=options.max_tokens, seed=options.seed,
+        ignore_eos=True,
+    )  # fmt: skip
+    buckets = tuple(f"class {i}" for i in range(n))
+    return [dataclasses.replace(group, buckets=buckets) for group in groups[:num_groups]]

@@ -49,13 +49,13 @@ class PacelineDriver:
         return slots.stage(version, {} if slots.is_resident(version) else self._read(version))
 
     def load(self, version: str) -> bool:
-        base = self.registry.get_manifest(version).delta_of
-        if base is not None and self.slots.takes_delta(base):
+        slots, first = self.slots, self.slots.first_version
+        if slots.takes_delta(first) and self.registry.get_manifest(version).delta_of == first:
             try:
-                return self.slots.load_delta(version, lambda: self._read(version, is_whole=False))
+                return slots.load_delta(version, lambda: self._read(version, is_whole=False))
             except DrafterMismatchError as e:  # such as of a larger rank than there is room for
                 logger.warning("drafter %s is loaded as whole weights: %s", version, e)
-        return self.slots.load(version, lambda: self._read(version))
+        return slots.load(version, lambda: self._read(version))
 
     def _read(self, version: str, *, is_whole: bool = True) -> dict[str, Any]:
         """Weights of a version, or what it adds to its base's; the engine is told its acceptance length first."""

@@ -27,16 +27,8 @@ _DECISION_FIELDS = (
 )  # fmt: skip
 _JOB_FIELDS = (*_DECISION_FIELDS[:7], "expected_cost_s", "realised_cost_s", "realised_gain", "outcome")
 _VERSION_FIELDS = (
-    "version",
-    "parent",
-    "arm",
-    "bucket",
-    "num_train_rows",
-    "created",
-    "num_bytes",
-    "delta_of",
-    "metrics",
-)
+    "version", "parent", "arm", "bucket", "num_train_rows", "created", "num_bytes", "delta_of", "metrics",
+)  # fmt: skip
 _REPLICA_FIELDS = (
     "replica_id", "gen", "version", "slots", "class_versions", "refused", "failed_gen", "failed_reason", "swap_pause_ms",
     "staging_s",

@@ -124,15 +124,17 @@ class TrainedDrafter(ABC):
         """
         check_state(state, self._shapes)
         self.forward.load(state)
-        self._norms = {name: state[name].detach().clone() for name in state if name.endswith("post_norm")}
         self.pool.zero_()  # what other weights wrote is stale, and weights that were broken may have left NaN
 
     def hold_deltas(self, num_deltas: int, rank: int) -> None:
         """Make room for `num_deltas` versions that are deltas of this drafter's weights, of a rank up to `rank`; once, before
         work is captured. Requests choose theirs by `DraftInputs.deltas`."""
         self.num_deltas, self.delta_rank = num_deltas, -(-rank // RANK_STEP) * RANK_STEP
-        holder = self.forward if self._native is None else self._native.decoder
-        holder.hold_deltas(num_deltas, self.delta_rank)
+        self._delta_holder.hold_deltas(num_deltas, self.delta_rank)
+
+    @property
+    def _delta_holder(self) -> DrafterForward | GrowingDecoder:
+        return self.forward if self._native is None else self._native.decoder
 
     def check_delta(self, factors: Mapping[str, torch.Tensor]) -> None:
         """Raise DrafterMismatchError when there is no room for these factors, or they do not fit."""
@@ -145,10 +147,7 @@ class TrainedDrafter(ABC):
         Raises: DrafterMismatchError when the factors do not fit; nothing is changed then.
         """
         self.check_delta(factors)
-        if self._native is not None:
-            self._native.decoder.load_delta(at, factors)
-        else:
-            self.forward.load_delta(at, factors, self._norms)
+        self._delta_holder.load_delta(at, factors)
 
     def alloc(self, num_pool_rows: int) -> None:
         """Allocate zeroed drafter KV for pool rows 0..num_pool_rows-1."""

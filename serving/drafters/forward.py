@@ -190,6 +190,7 @@ class DrafterForward(ABC):
             tensor = state[name].detach()
             return tensor.to(self.device, torch.float32 if tensor.is_floating_point() else tensor.dtype)
 
+        self._post_norms = {i: own(prefix + "post_norm") for i, prefix in self.config.delta_layers.items()}
         for name, value in self._fused(own):
             if name == "lm_head" and self.head_dtype != self.dtype:
                 value = pack_head(value.to(self.dtype), self.head_dtype)
@@ -222,14 +223,14 @@ class DrafterForward(ABC):
             self._deltas |= {f"{name}{i}": (zeros(rows, n), zeros(rows, m)) for name, (n, m) in sizes.items()}
 
     @torch.no_grad()
-    def load_delta(self, at: int, factors: Mapping[str, torch.Tensor], norms: Mapping[str, torch.Tensor]) -> None:
-        """Replace one delta in place. factors: checked by the caller. norms: weights (H,) by name, of the model."""
+    def load_delta(self, at: int, factors: Mapping[str, torch.Tensor]) -> None:
+        """Replace one delta in place. factors: checked by the caller."""
         place = slice(at * self._delta_rank, (at + 1) * self._delta_rank)
         for i, prefix in self.config.delta_layers.items():
             for fused, linear in zip(("o", "gate_up", "down"), LINEARS, strict=True):
                 down, up = factors[prefix + linear + DOWN], factors[prefix + linear + UP]
                 if fused == "gate_up":
-                    down = down * norms[prefix + "post_norm"].to(down.device)
+                    down = down.to(self.device) * self._post_norms[i]
                 for stack, factor in zip(self._deltas[f"{fused}{i}"], (down, up.T), strict=True):
                     stack[place].zero_()[: factor.shape[0]].copy_(factor)
 

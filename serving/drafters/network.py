@@ -163,7 +163,7 @@ class DrafterConfig:
     def delta_layers(self) -> dict[int, str]:
         """Layers that deltas add to, with what the names of their weights begin with: those through which no key or value
         passes that later rounds read, so that all deltas of a base can share its KV."""
-        return {i: f"layers.{i}." for i in range(getattr(self, "num_layers", 1))}
+        raise NotImplementedError
 
     @property
     def delta_linears(self) -> list[str]:

@@ -195,18 +195,32 @@ class DrafterSlots:
         source: reads the weights; called where there is a slot.
         Raises: DrafterMismatchError when the weights do not fit (nothing was copied then), and what `source` raises.
         """
+        return self._load_class(version, source, self._class_slot, self._claim, self._fill)
+
+    def _load_class(
+        self,
+        version: str,
+        source: Callable[[], Any],
+        find: Callable[[str], Any],
+        claim: Callable[[Any], None],
+        fill: Callable[[Any, str, Any], None],
+    ) -> bool:
+        """Bring the version of a class to the place that `find` says (None = none may be taken now), as `load` does.
+
+        claim: takes the place, under the lock. fill: copies what `source` gave to it.
+        """
         with self._stage_lock:
             with self._lock:
-                if self._class_slot(version) is None:
+                if find(version) is None:
                     return False
             started = self._timer()
             weights = source()
             with self._lock:
-                name = self._class_slot(version)
-                if name is None:  # requests of the classes that it serves came meanwhile
+                place = find(version)
+                if place is None:  # requests of the classes that it serves came meanwhile
                     return False
-                self._claim(name)
-            self._fill(name, version, weights)
+                claim(place)
+            fill(place, version, weights)
             with self._lock:
                 self._unmet.pop(version, None)
                 self._reroute()
@@ -224,36 +238,33 @@ class DrafterSlots:
         source: reads its factors; called where there is a place.
         Raises: DrafterMismatchError when the factors do not fit (nothing was copied then), and what `source` raises.
         """
-        with self._stage_lock:
+        first = self._slots[FIRST_SLOT].drafter
+
+        def checked() -> Mapping[str, torch.Tensor]:
+            factors = source()
+            first.check_delta(factors)  # type: ignore[union-attr] # before a place is taken from another
+            return factors
+
+        return self._load_class(version, checked, self._delta_place, self._claim_delta, self._fill_delta)
+
+    def _claim_delta(self, at: int) -> None:
+        """Take an idle place for another delta; under the lock."""
+        place = self._deltas[at]
+        assert place.num_pins == 0, f"delta {at} is overwritten while {place.num_pins} requests draft with it"
+        place.is_loading = True
+        self._reroute()
+
+    def _fill_delta(self, at: int, version: str, factors: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite a claimed place, which is empty when that fails."""
+        first, loaded = self._slots[FIRST_SLOT].drafter, _Slot()
+        try:
+            with side_stream(getattr(first, "device", None)):
+                first.load_delta(at, factors)  # type: ignore[union-attr]
+            loaded = _Slot(version=version, used=next(self._ticks))
+        finally:
             with self._lock:
-                if self._delta_place(version) is None:
-                    return False
-            started = self._timer()
-            factors, first = source(), self._slots[FIRST_SLOT].drafter
-            first.check_delta(factors)  # type: ignore[union-attr]
-            with self._lock:
-                at = self._delta_place(version)
-                if at is None:  # requests of the classes that it serves came meanwhile
-                    return False
-                place = self._deltas[at]
-                assert place.num_pins == 0, f"delta {at} is overwritten while {place.num_pins} requests draft with it"
-                place.version, place.is_loading, place.failure = version, True, ""
-                self._reroute()
-            try:
-                with side_stream(getattr(first, "device", None)):
-                    first.load_delta(at, factors)  # type: ignore[union-attr]
-            except BaseException:
-                with self._lock:
-                    self._deltas[at] = _Slot()
-                raise
-            with self._lock:
-                place.is_loading, place.used = False, next(self._ticks)
-                self._unmet.pop(version, None)
-                self._reroute()
-                now = self._timer()
-                self._next_eviction_s = now + (now - started) / LOAD_SHARE
+                self._deltas[at] = loaded
         logger.info("drafter delta loaded version=%s place=%d", version, at)
-        return True
 
     def _claim(self, name: str) -> None:
         """Take an idle slot for new weights; under the lock, so that nothing is pinned to it from here on."""
@@ -347,9 +358,9 @@ class DrafterSlots:
     def missing(self) -> list[str]:
         """Versions of classes that are not resident, those first that most requests have asked for in vain."""
         with self._lock:
-            gone = {v for v in self._routes.values() if self._place_of(v) is None}
-            if self._deltas:  # a version whose slot was given up may be served as a delta
-                gone |= {v for bucket, v in self._routes.items() if bucket not in self._served}
+            # where there are deltas, a version whose slot was given up may be served as one
+            unserved = {v for bucket, v in self._routes.items() if bucket not in self._served}
+            gone = {v for v in unserved if self._deltas or self._place_of(v) is None}
             return sorted(gone, key=lambda v: (-self._unmet[v], v))
 
     def served(self) -> dict[str, str]:
@@ -448,7 +459,9 @@ class DrafterSlots:
         """Slot name -> version of every slot that holds a drafter."""
         with self._lock:
             found = {n: s.version for n, s in self._slots.items() if s.drafter is not None}
-            return found | {delta_name(i): s.version for i, s in enumerate(self._deltas) if s.used and not s.is_loading}
+            return found | {
+                delta_name(i): s.version for i, s in enumerate(self._deltas) if s.version and not s.is_loading
+            }
 
     def failures(self) -> dict[str, str]:
         """Version -> reason of every failed slot and delta, but for versions that another slot can draft with."""
@@ -498,24 +511,16 @@ class DrafterSlots:
         slot = self._slots[FIRST_SLOT]
         return slot.drafter is not None and slot.version == version and not slot.failure
 
-    def _place_of(self, version: str) -> tuple[str, int] | None:
-        """Slot and delta where a class is served with this version; None = it is not resident."""
+    def _place_of(self, version: str, given_up: Collection[str] = ()) -> tuple[str, int] | None:
+        """Slot and delta where a class is served with this version; None = it is not resident. given_up: slots not to be used."""
         name = self._resident(version)
-        if name is None and self._is_first(version):
-            name = FIRST_SLOT
-        if name is not None:
+        if name is not None and name not in given_up:
             return name, -1
-        at = self._delta_at(version)
-        return None if at is None else (FIRST_SLOT, at)
-
-    def _delta_at(self, version: str) -> int | None:
-        """Number of the usable delta that is this version."""
-        if not self._is_first(self.first_version):
-            return None
-        found = (
-            i for i, s in enumerate(self._deltas) if s.version == version and s.used and not (s.is_loading or s.failure)
-        )
-        return next(found, None)
+        if self._is_first(version):
+            return FIRST_SLOT, -1
+        usable = enumerate(self._deltas) if self._is_first(self.first_version) else ()
+        found = (i for i, s in usable if s.version == version and not (s.is_loading or s.failure))
+        return next(((FIRST_SLOT, i) for i in found), None)
 
     def _of_classes(self) -> list[str]:
         """Slots that nothing but classes want, the one whose classes were asked for last first."""
@@ -529,10 +534,7 @@ class DrafterSlots:
         given_up = set(self._of_classes()[self._num_class_slots :])
         self._served = {}
         for bucket, version in self._routes.items():
-            place = self._place_of(version)
-            if place is not None and place[0] in given_up:
-                at = self._delta_at(version)
-                place = (FIRST_SLOT, -1) if self._is_first(version) else None if at is None else (FIRST_SLOT, at)
+            place = self._place_of(version, given_up)
             if place is not None:
                 self._served[bucket] = place
 

@@ -154,8 +154,9 @@ def draft_inputs(
         owners = [i for i, count in enumerate(itertools.pairwise(offsets)) for _ in range(count[1] - count[0])]
     anchors = [r.tokens[end] for r, end in zip(requests, ends, strict=True)]
     deltas = [r.delta for r in requests]
+    has_deltas = max(deltas) >= 0
     new_positions, new_token_ids, context_lens, anchor_token_ids, cu_new, new_owners, own_deltas = upload_all(
-        (positions, token_ids, ends, anchors, offsets, owners, deltas), device
+        (positions, token_ids, ends, anchors, offsets, owners, deltas if has_deltas else []), device
     )
     if len(requests) == 1:
         new_slots = slot_table[0, starts[0] : starts[0] + len(positions)]
@@ -174,7 +175,7 @@ def draft_inputs(
         new_slots=new_slots,
         histories=[r.tokens for r in requests],
         tenants=[r.request.tenant for r in requests],
-        deltas=own_deltas if max(deltas) >= 0 else None,
+        deltas=own_deltas if has_deltas else None,
     )
 
 
@@ -543,12 +544,12 @@ class DecodeRunner:
                 self._blame(slot, {batch.requests[row].delta for row in own}, reason)
             elif draft.is_drafted[own[0]]:
                 mark_ingested([batch.requests[row] for row in own])
-        if self._is_apart and not draft.failures:
+        if any(slots) and not draft.failures:
             self._is_apart = False
 
     def _blame(self, slot: str, deltas: set[int], reason: str) -> None:
-        """Stop using what a pass failed with. One of several versions may be at fault: they draft apart until each has had a
-        round, and where none fails alone it is the slot."""
+        """Stop using what a pass failed with. One of several versions may be at fault: they draft apart until a round in
+        which none fails, and where that does not end it, it is the slot."""
         if len(deltas) == 1:
             self._slots.mark_failed(slot, reason, *deltas)
         elif self._num_apart < MAX_APART:

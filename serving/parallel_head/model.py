@@ -60,6 +60,11 @@ class ParallelHeadConfig(DrafterConfig):
     rope_scaling: tuple[float, ...] | None = None
     """Llama-3.1's four numbers, as rope_cos_sin takes them; None: angles are not scaled."""
 
+    @property
+    def delta_layers(self) -> dict[int, str]:
+        """As DrafterConfig.delta_layers: all; keys and values of the text's rows are made of features alone."""
+        return {i: f"layers.{i}." for i in range(self.num_layers)}
+
     def _checks(self) -> tuple[Check, ...]:
         mask = self.mask_token_id
         return (

@@ -23,9 +23,9 @@ ROUGH = pytest.mark.parametrize("form", [*FOUND, "torch"])
 NUM_DELTAS, RANK = 5, 7
 
 
-def tiny(kind, seed):
+def tiny(kind, seed, **changes):
     """A model, the target's tables that it reads, and its drafter's class."""
-    sizes = {"hidden_size": 32, "intermediate_size": 24 + 13 * (seed % 3), "num_slots": 3}
+    sizes = {"hidden_size": 32, "intermediate_size": 24 + 13 * (seed % 3), "num_slots": 3, **changes}
     if kind == "eagle3":
         model, *tables = tiny_eagle(seed, **sizes, max_depth=9, norm_before_residual=bool(seed % 2))
         return model, tables, EagleDrafter
@@ -39,6 +39,14 @@ def tiny(kind, seed):
 def random_factors(model, rng, rank):
     """A delta that changes what is drafted."""
     return deltas_of(model, rank, int(rng.integers(2**31)), 0.3)
+
+
+def hold(drafter, versions):
+    """Give a drafter these deltas."""
+    drafter.hold_deltas(len(versions), RANK)
+    for at, factors in enumerate(versions):
+        drafter.load_delta(at, factors)
+    return drafter
 
 
 def leaves_of(inputs, drafter, rng, count):
@@ -123,10 +131,8 @@ def test_bfloat16_is_as_near_to_the_own_version_as_that_is_to_float32(kind, form
         shared, single = (
             drafter_class(model, *(t.bfloat16() for t in tables), num_candidates=6, **rough) for _ in range(2)
         )
-        shared.hold_deltas(NUM_DELTAS, RANK)
         versions = [random_factors(model, rng, RANK) for _ in range(NUM_DELTAS)]
-        for at, factors in enumerate(versions):
-            shared.load_delta(at, factors)
+        hold(shared, versions)
         requests = new_requests(shared, NUM_DELTAS, rng)
         inputs = make_inputs(requests, [(0, r.context) for r in requests])
         inputs.deltas = torch.arange(NUM_DELTAS)
@@ -149,10 +155,8 @@ def test_versions_are_told_apart(kind):
     """Two deltas of one base draft differently, so that the test above could fail."""
     rng = np.random.default_rng(0)
     model, tables, drafter_class = tiny(kind, 0)
-    shared = drafter_class(model, *tables, num_candidates=6)
-    shared.hold_deltas(2, RANK)
-    for at in range(2):
-        shared.load_delta(at, random_factors(model, rng, RANK))
+    versions = [random_factors(model, rng, RANK) for _ in range(2)]
+    shared = hold(drafter_class(model, *tables, num_candidates=6), versions)
     (request,) = new_requests(shared, 1, rng)
     found = []
     for delta in (-1, 0, 1):
@@ -166,10 +170,8 @@ def test_versions_are_told_apart(kind):
 def test_factors_that_do_not_fit_change_nothing(kind):
     rng = np.random.default_rng(1)
     model, tables, drafter_class = tiny(kind, 1)
-    shared = drafter_class(model, *tables, num_candidates=6)
-    shared.hold_deltas(1, RANK)
     good = random_factors(model, rng, RANK)
-    shared.load_delta(0, good)
+    shared = hold(drafter_class(model, *tables, num_candidates=6), [good])
     (request,) = new_requests(shared, 1, rng)
 
     def drafted():
@@ -198,22 +200,14 @@ def test_factors_that_do_not_fit_change_nothing(kind):
 def test_drafts_do_not_depend_on_the_threads(kind, isa, dtype, monkeypatch):
     """Layers wide enough for several; few versions in a pass, and many."""
     monkeypatch.setenv(ISA_VARIABLE, isa)
-    wide = {"hidden_size": 128, "intermediate_size": 384, "head_dim": 32, "num_slots": 3}
-    if kind == "eagle3":
-        (model, *tables), drafter_class = tiny_eagle(0, **wide, max_depth=9), EagleDrafter
-    elif kind == "specblock":
-        (model, *tables), drafter_class = tiny_specblock(0, **wide), SpecBlockDrafter
-    else:
-        (model, *tables), drafter_class = tiny_head(kind == "jetspec", 0, **wide), ParallelHeadDrafter
+    model, tables, drafter_class = tiny(kind, 1, hidden_size=128, intermediate_size=384, head_dim=32)
     before = torch.get_num_threads()
     for own_version in ([0], [1, 1, -1], [0, 1, 2, 3, 4]):
         found = []
         for num_threads in (1, 2, 3):
             rng = np.random.default_rng(0)
-            drafter = drafter_class(model, *(t.to(dtype) for t in tables), num_candidates=6)
-            drafter.hold_deltas(NUM_DELTAS, RANK)
-            for at in range(NUM_DELTAS):
-                drafter.load_delta(at, random_factors(model, rng, RANK))
+            versions = [random_factors(model, rng, RANK) for _ in range(NUM_DELTAS)]
+            drafter = hold(drafter_class(model, *(t.to(dtype) for t in tables), num_candidates=6), versions)
             requests = new_requests(drafter, len(own_version), rng)
             inputs = make_inputs(requests, [(0, r.context) for r in requests])
             inputs.deltas = torch.tensor(own_version)
