@@ -7,6 +7,7 @@
 #include "round.h"
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include <initializer_list>
@@ -28,13 +29,16 @@ constexpr int LANES = 16;
 // 16 numbers, in as many of the machine's registers as they take.
 #if defined(__AVX512F__)
 constexpr int REGISTER = 16;
-constexpr int TILE_ROWS = 6;  // times 4 panels: 24 sums, 4 weights and 1 input of 32 registers
+constexpr int TILE_ROWS = 14, TILE_PANELS = 2;  // 28 sums, 2 weights and 1 input of 32 registers
+constexpr int FEW_ROWS = 6, FEW_PANELS = 4;     // 24 sums, 4 weights and 1 input
 #elif defined(__AVX2__)
 constexpr int REGISTER = 8;
-constexpr int TILE_ROWS = 4;  // times 1 panel: 8 halves of sums of 16 registers
+constexpr int TILE_ROWS = 6, TILE_PANELS = 1;  // 12 halves of sums, 2 of weights and 1 input of 16 registers
+constexpr int FEW_ROWS = 3, FEW_PANELS = 2;
 #else
 constexpr int REGISTER = 4;
-constexpr int TILE_ROWS = 4;  // times 1 panel: 16 quarters of sums of 32 registers
+constexpr int TILE_ROWS = 6, TILE_PANELS = 1;  // 24 quarters of sums, 4 of weights and 1 input of 32 registers
+constexpr int FEW_ROWS = 3, FEW_PANELS = 2;
 #endif
 constexpr int PIECES = LANES / REGISTER;
 typedef float Piece __attribute__((vector_size(4 * REGISTER), aligned(4), may_alias));
@@ -61,13 +65,6 @@ inline Floats load(const float* p) { EACH(*(const Piece*)(p + i * REGISTER)); }
 inline Floats all(float x) { EACH(Piece{} + x); }
 inline void store(float* p, const Floats& x) {
   for (int i = 0; i < PIECES; ++i) *(Piece*)(p + i * REGISTER) = x.v[i];
-}
-
-inline float to_float(uint16_t x) {
-  const uint32_t bits = (uint32_t)x << 16;
-  float y;
-  memcpy(&y, &bits, 4);
-  return y;
 }
 
 inline float sum_lanes(const Floats& x) {
@@ -160,117 +157,144 @@ struct Input<float> {
   typedef float Number;
 };
 
-// Two neighbouring inputs' worth of a panel's weights.
+// Two neighbouring inputs times a panel's weights for them, in STEPS additions: what every one reads of both.
 template <class W>
 struct Pair;
 
 #if defined(__AVX512BF16__)
 struct PackedPair {
-  __m512bh w;
-  static inline __m512bh inputs(const uint16_t* x) {
+  typedef uint16_t Number;
+  static constexpr int STEPS = 1;
+  template <int STEP>
+  static inline __m512bh input(const uint16_t* x) {
     int32_t two;
     memcpy(&two, x, 4);
     return (__m512bh)_mm512_set1_epi32(two);
   }
-  inline Floats add(const Floats& sum, __m512bh x) const { return {{(Piece)_mm512_dpbf16_ps((__m512)sum.v[0], w, x)}}; }
+  static inline Floats add(const Floats& sum, __m512bh w, __m512bh x) {
+    return {{(Piece)_mm512_dpbf16_ps((__m512)sum.v[0], w, x)}};
+  }
 };
 template <>
 struct Pair<uint16_t> : PackedPair {
-  static inline PackedPair at(const uint16_t* p) { return {(__m512bh)_mm512_loadu_si512(p)}; }
+  template <int STEP>
+  static inline __m512bh weights(const uint16_t* p) {
+    return (__m512bh)_mm512_loadu_si512(p);
+  }
 };
 template <>
 struct Pair<int8_t> : PackedPair {
-  static inline PackedPair at(const int8_t* p) {
+  template <int STEP>
+  static inline __m512bh weights(const int8_t* p) {
     const __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
     const __m512 even = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(wide, 16), 16));
     const __m512 odd = _mm512_cvtepi32_ps(_mm512_srai_epi32(wide, 16));
     // Integers up to 127 are exact in bfloat16: their float32 form ends in 16 zero bits.
-    const __m512i both = _mm512_or_si512(_mm512_srli_epi32((__m512i)even, 16), (__m512i)odd);
-    return {(__m512bh)both};
-  }
-};
-#else
-struct SplitPair {
-  Floats even, odd;
-  struct Two {
-    float even, odd;
-  };
-  static inline Two inputs(const uint16_t* x) { return {to_float(x[0]), to_float(x[1])}; }
-  inline Floats add(const Floats& sum, Two x) const { return (sum + odd * x.odd) + even * x.even; }
-};
-template <>
-struct Pair<uint16_t> : SplitPair {
-  static inline SplitPair at(const uint16_t* p) {
-    SplitPair two;
-    for (int i = 0; i < PIECES; ++i) {
-      const WordPiece w = *(const WordPiece*)(p + 2 * i * REGISTER);
-      two.even.v[i] = (Piece)(w << 16);
-      two.odd.v[i] = (Piece)(w & 0xffff0000u);
-    }
-    return two;
-  }
-};
-template <>
-struct Pair<int8_t> : SplitPair {
-  static inline SplitPair at(const int8_t* p) {
-    SplitPair two;
-    typedef int16_t Couples __attribute__((vector_size(2 * REGISTER), aligned(1), may_alias));  // bytes of both inputs
-    for (int i = 0; i < PIECES; ++i) {
-      const IntPiece w = __builtin_convertvector(*(const Couples*)(p + 2 * i * REGISTER), IntPiece);
-      two.even.v[i] = __builtin_convertvector(w << 24 >> 24, Piece);
-      two.odd.v[i] = __builtin_convertvector(w >> 8, Piece);
-    }
-    return two;
+    return (__m512bh)_mm512_or_si512(_mm512_srli_epi32((__m512i)even, 16), (__m512i)odd);
   }
 };
 #endif
-struct FloatPair {
-  Floats even, odd;
-  struct Two {
-    float even, odd;
-  };
-  static inline Two inputs(const float* x) { return {x[0], x[1]}; }
-  inline Floats add(const Floats& sum, Two x) const { return (sum + even * x.even) + odd * x.odd; }
+struct SplitPair {
+  typedef float Number;
+  static constexpr int STEPS = 2;
+  static inline Floats add(const Floats& sum, const Floats& w, float x) { return sum + w * x; }
 };
 template <>
-struct Pair<float> : FloatPair {
-  static inline FloatPair at(const float* p) { return {load(p), load(p + LANES)}; }
+struct Pair<float> : SplitPair {
+  template <int STEP>
+  static inline float input(const float* x) {
+    return x[STEP];
+  }
+  template <int STEP>
+  static inline Floats weights(const float* p) {
+    return load(p + STEP * LANES);
+  }
 };
+#if !defined(__AVX512BF16__)
+// The odd one first, as the instruction for both does.
+struct OddPair : SplitPair {
+  template <int STEP>
+  static inline float input(const float* x) {
+    return x[1 - STEP];
+  }
+};
+template <>
+struct Pair<uint16_t> : OddPair {
+  template <int STEP>
+  static inline Floats weights(const uint16_t* p) {
+    const auto at = [&](int i) { return *(const WordPiece*)(p + 2 * i * REGISTER); };
+    EACH((Piece)(STEP ? at(i) << 16 : at(i) & 0xffff0000u));
+  }
+};
+template <>
+struct Pair<int8_t> : OddPair {
+  template <int STEP>
+  static inline Floats weights(const int8_t* p) {
+    typedef int16_t Couples __attribute__((vector_size(2 * REGISTER), aligned(1), may_alias));  // bytes of both inputs
+    const auto at = [&](int i) { return __builtin_convertvector(*(const Couples*)(p + 2 * i * REGISTER), IntPiece); };
+    EACH(__builtin_convertvector(STEP ? at(i) << 24 >> 24 : at(i) >> 8, Piece));
+  }
+};
+#endif
+
+// Bytes of a panel that are asked for before they are read: a core that waits for its own prefetcher reads from memory and
+// multiplies in turn, not at once.
+constexpr int AHEAD = 2048;
 
 // Products below write y, or with `adds` add to it.
 inline void put_sum(float* y, const Floats& sum, bool adds) { store(y, adds ? load(y) + sum : sum); }
 
+template <class W, int STEP, int ROWS, int PANELS>
+inline __attribute__((always_inline)) void add_step(const typename Pair<W>::Number* x, int64_t stride, const W* w,
+                                                    int64_t panel_size, Floats (&sum)[ROWS][PANELS]) {
+  decltype(Pair<W>::template weights<STEP>(w)) weights[PANELS];
+#pragma GCC unroll 4
+  for (int b = 0; b < PANELS; ++b) {
+    const W* at = w + b * panel_size;
+    if (STEP == 0 || sizeof(W) == 4) __builtin_prefetch((const char*)(at + STEP * LANES) + AHEAD);
+    weights[b] = Pair<W>::template weights<STEP>(at);
+  }
+#pragma GCC unroll 14
+  for (int r = 0; r < ROWS; ++r) {
+    const auto input = Pair<W>::template input<STEP>(x + r * stride);
+#pragma GCC unroll 4
+    for (int b = 0; b < PANELS; ++b) sum[r][b] = Pair<W>::add(sum[r][b], weights[b], input);
+  }
+}
+
 template <class W, int ROWS, int PANELS>
-inline void tile(const typename Input<W>::Number* x, int64_t stride, const W* w, int64_t in, float* y, int64_t y_stride, bool adds) {
+inline void tile(const typename Pair<W>::Number* x, int64_t stride, const W* w, int64_t in, float* y, int64_t y_stride, bool adds) {
   Floats sum[ROWS][PANELS];
+#pragma GCC unroll 14
   for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
     for (int b = 0; b < PANELS; ++b) sum[r][b] = Floats{};
   for (int64_t k = 0; k < in; k += 2) {
-    decltype(Pair<W>::at(w)) pair[PANELS];
-    for (int b = 0; b < PANELS; ++b) pair[b] = Pair<W>::at(w + b * in * LANES + k * LANES);
-    for (int r = 0; r < ROWS; ++r) {
-      const auto two = Pair<W>::inputs(x + r * stride + k);
-      for (int b = 0; b < PANELS; ++b) sum[r][b] = pair[b].add(sum[r][b], two);
-    }
+    add_step<W, 0>(x + k, stride, w + k * LANES, in * LANES, sum);
+    if constexpr (Pair<W>::STEPS > 1) add_step<W, 1>(x + k, stride, w + k * LANES, in * LANES, sum);
   }
+#pragma GCC unroll 14
   for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
     for (int b = 0; b < PANELS; ++b) put_sum(y + r * y_stride + b * LANES, sum[r][b], adds);
 }
 
 template <class W, int PANELS, int ROWS>
-inline void few_rows(const typename Input<W>::Number* x, int64_t rows, int64_t stride, const W* w, int64_t in, float* y,
-                     int64_t y_stride, bool adds) {
+inline void tile_of(const typename Pair<W>::Number* x, int64_t rows, int64_t stride, const W* w, int64_t in, float* y,
+                    int64_t y_stride, bool adds) {
   if (rows == ROWS) return tile<W, ROWS, PANELS>(x, stride, w, in, y, y_stride, adds);
-  if constexpr (ROWS > 1) few_rows<W, PANELS, ROWS - 1>(x, rows, stride, w, in, y, y_stride, adds);
+  if constexpr (ROWS > 1) tile_of<W, PANELS, ROWS - 1>(x, rows, stride, w, in, y, y_stride, adds);
 }
 
-template <class W, int PANELS>
-inline void panels(const typename Input<W>::Number* x, int64_t rows, int64_t stride, const W* w, int64_t in, float* y,
+// Rows in as few tiles as take them, all of about one height.
+template <class W, int PANELS, int ROWS>
+inline void panels(const typename Pair<W>::Number* x, int64_t rows, int64_t stride, const W* w, int64_t in, float* y,
                    int64_t y_stride, bool adds) {
-  int64_t r = 0;
-  for (; r + TILE_ROWS <= rows; r += TILE_ROWS)
-    tile<W, TILE_ROWS, PANELS>(x + r * stride, stride, w, in, y + r * y_stride, y_stride, adds);
-  if (r < rows) few_rows<W, PANELS, TILE_ROWS - 1>(x + r * stride, rows - r, stride, w, in, y + r * y_stride, y_stride, adds);
+  for (int64_t num = (rows + ROWS - 1) / ROWS; num > 0; --num) {
+    const int64_t height = (rows + num - 1) / num;
+    tile_of<W, PANELS, ROWS>(x, height, stride, w, in, y, y_stride, adds);
+    x += height * stride, y += height * y_stride, rows -= height;
+  }
 }
 
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__)
@@ -282,8 +306,8 @@ inline void settle_memory() { asm volatile("" ::: "memory"); }
 inline const void* weights_of(const uint16_t* w, uint16_t*) { return w; }
 inline const void* weights_of(const int8_t* w, uint16_t* room) {  // 16 pairs of a panel
   for (int i = 0; i < 16; ++i) {
-    const auto pair = Pair<int8_t>::at(w + i * 32);
-    memcpy(room + i * 32, &pair.w, 64);
+    const auto pair = Pair<int8_t>::weights<0>(w + i * 32);
+    memcpy(room + i * 32, &pair, 64);
   }
   settle_memory();
   return room;
@@ -380,13 +404,45 @@ inline void share(int64_t count, int thread, int num_threads, int64_t* first, in
   *last = count * (thread + 1) / num_threads;
 }
 
-template <class W, int PANELS>
-void panel_groups(const typename Input<W>::Number* x, int64_t rows, const W* w, int64_t in, int64_t num_panels, float* y,
-                  int64_t y_stride, bool adds) {
+template <class W, int PANELS, int ROWS>
+void panel_groups(const typename Pair<W>::Number* x, int64_t rows, int64_t stride, const W* w, int64_t in, int64_t num_panels,
+                  float* y, int64_t y_stride, bool adds) {
   int64_t b = 0;
   for (; b + PANELS <= num_panels; b += PANELS)
-    panels<W, PANELS>(x, rows, in, w + b * in * LANES, in, y + b * LANES, y_stride, adds);
-  for (; b < num_panels; ++b) panels<W, 1>(x, rows, in, w + b * in * LANES, in, y + b * LANES, y_stride, adds);
+    panels<W, PANELS, ROWS>(x, rows, stride, w + b * in * LANES, in, y + b * LANES, y_stride, adds);
+  for (; b < num_panels; ++b) panels<W, 1, ROWS>(x, rows, stride, w + b * in * LANES, in, y + b * LANES, y_stride, adds);
+}
+
+// As many sums as there are registers, however few rows there are.
+template <class W>
+void register_product(const typename Pair<W>::Number* x, int64_t rows, int64_t stride, const W* w, int64_t in,
+                      int64_t num_panels, float* y, int64_t y_stride, bool adds) {
+  if (rows == 1)
+    panel_groups<W, 4, 1>(x, rows, stride, w, in, num_panels, y, y_stride, adds);
+  else if (rows <= FEW_ROWS)
+    panel_groups<W, FEW_PANELS, FEW_ROWS>(x, rows, stride, w, in, num_panels, y, y_stride, adds);
+  else
+    panel_groups<W, TILE_PANELS, TILE_ROWS>(x, rows, stride, w, in, num_panels, y, y_stride, adds);
+}
+
+constexpr int64_t ROOM_ROWS = 4 * TILE_ROWS;  // whose inputs lie beside the weights in a core's cache
+
+// Memory of the calling thread, which keeps it.
+inline void* thread_room(int64_t num_bytes) {
+  static thread_local void* room = nullptr;
+  static thread_local int64_t size = 0;
+  if (num_bytes > size) {
+    free(room);
+    size = (num_bytes + 63) / 64 * 64, room = aligned_alloc(64, size);
+    if (!room) abort();
+  }
+  return room;
+}
+
+inline void copy_lanes(uint16_t* to, const uint16_t* from) { memcpy(to, from, LANES * sizeof(*to)); }
+template <class N>
+inline void copy_lanes(float* to, const N* from) {
+  store(to, widen(from));
 }
 
 // y (rows, y_stride)[:, : 16 num_panels] = x @ w.T of these panels.
@@ -397,16 +453,16 @@ inline void panel_product(const typename Input<W>::Number* x, int64_t rows, cons
   if constexpr (sizeof(W) < 4)
     if (uses_tiles) return tile_panels<W>(x, rows, in, w, num_panels, in, y, y_stride, adds);
 #endif
-#if defined(__AVX512F__)
-  panel_groups<W, 4>(x, rows, w, in, num_panels, y, y_stride, adds);
-#else  // as many sums as there are registers, however few rows there are
-  if (rows == 1)
-    panel_groups<W, 4>(x, rows, w, in, num_panels, y, y_stride, adds);
-  else if (rows <= 3)
-    panel_groups<W, 2>(x, rows, w, in, num_panels, y, y_stride, adds);
-  else
-    panel_groups<W, 1>(x, rows, w, in, num_panels, y, y_stride, adds);
-#endif
+  // Inputs are widened once, where every panel's tiles would do it again, and their rows lie off one cache set.
+  typedef typename Pair<W>::Number N;
+  const int64_t stride = in + 64 / (int64_t)sizeof(N);
+  for (int64_t r = 0; r < rows; r += ROOM_ROWS) {
+    const int64_t count = rows - r < ROOM_ROWS ? rows - r : ROOM_ROWS;
+    N* room = (N*)thread_room(count * stride * (int64_t)sizeof(N));
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t k = 0; k < in; k += LANES) copy_lanes(room + i * stride + k, x + (r + i) * in + k);
+    register_product<W>(room, count, stride, w, in, num_panels, y + r * y_stride, y_stride, adds);
+  }
 }
 
 // y (rows, y_stride)[:, 16 first : 16 last] = x @ w.T of these panels.
