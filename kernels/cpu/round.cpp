@@ -439,10 +439,12 @@ inline void* thread_room(int64_t num_bytes) {
   return room;
 }
 
-inline void copy_lanes(uint16_t* to, const uint16_t* from) { memcpy(to, from, LANES * sizeof(*to)); }
-template <class N>
-inline void copy_lanes(float* to, const N* from) {
-  store(to, widen(from));
+template <class N, class E>
+inline void copy_lanes(N* to, const E* from) {
+  if constexpr (sizeof(N) == sizeof(E))
+    memcpy(to, from, LANES * sizeof(N));
+  else
+    store(to, widen(from));
 }
 
 // y (rows, y_stride)[:, : 16 num_panels] = x @ w.T of these panels.

@@ -52,7 +52,9 @@ def test_the_speed_of_reading_a_context_is_that_of_the_time_it_adds(tmp_path, mo
     """Times are given: a machine that stops for a moment would make the real ones of so few repeats unsure."""
     path, size = tmp_path / "f.json", forward._READ_BYTES
     monkeypatch.setattr(forward, "memory_s", lambda *_: (size * 1e-9, 2 * size * 1e-9))  # 1 ns a byte read or copied
-    monkeypatch.setattr(forward.RandomModel, "forward_s", lambda _, pool, rows, context, batch: 1.0 + added_s * (context > 0))
+    monkeypatch.setattr(
+        forward.RandomModel, "forward_s", lambda _, pool, rows, context, batch: 1.0 + added_s * (context > 0)
+    )
     words = ["--models", "7m", "--rows", "1", "--contexts", "0,3000", "--repeats", "3", "--json", str(path)]
     assert RUN.invoke(app, ["bench", "forward", *words]).exit_code == 0
     bare, deep = json.loads(path.read_text())["cells"]
