@@ -457,6 +457,8 @@ inline void panel_product(const typename Input<W>::Number* x, int64_t rows, cons
 #endif
   // Inputs are widened once, where every panel's tiles would do it again, and their rows lie off one cache set.
   typedef typename Pair<W>::Number N;
+  if constexpr (sizeof(N) == sizeof(*x))
+    if (num_panels == 1) return register_product<W>(x, rows, in, w, in, 1, y, y_stride, adds);  // read once: no copy pays
   const int64_t stride = in + 64 / (int64_t)sizeof(N);
   for (int64_t r = 0; r < rows; r += ROOM_ROWS) {
     const int64_t count = rows - r < ROOM_ROWS ? rows - r : ROOM_ROWS;
