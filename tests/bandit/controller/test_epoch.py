@@ -13,7 +13,7 @@ from paceline.machine import ManualClock
 
 EPOCH_S = 10.0
 TOKENS = 40
-"""Of a request; it takes 20 rounds of 10 ms."""
+"""Of a request; it takes 20 rounds of 10 ms, if no other number is given."""
 
 
 class _Service:
@@ -26,7 +26,7 @@ class _Service:
         self.context = HostContext(live_version="v0", first_version="v0", rows={}, rows_written={}, versions=["v0"])
         self.controller.tick(0.0, self.context)
 
-    def epoch(self, is_drafted: bool = True, **requests: int) -> dict[str, float]:
+    def epoch(self, is_drafted: bool = True, num_rounds: int = 20, **requests: int) -> dict[str, float]:
         """Serve one epoch with so many requests a bucket; load by bucket as believed after it. Plain rounds take 4 ms."""
         self.seq += 1
         if not is_drafted:
@@ -34,8 +34,13 @@ class _Service:
         cells = [
             CellSums(
                 bucket=b, group="adaptive", version="v0",
-                sizes={1: SizeSums(num_rounds=20 * n, drafted_rounds=20 * n, drafted_s=0.2 * n, num_tokens=TOKENS * n)},
-                requests={f"{self.seq}.{b}.{i}": RequestSums(0.2, TOKENS, 20.0, TOKENS) for i in range(n)},
+                sizes={1: SizeSums(
+                    num_rounds=num_rounds * n, drafted_rounds=num_rounds * n, drafted_s=0.01 * num_rounds * n,
+                    num_tokens=TOKENS * n,
+                )},
+                requests={
+                    f"{self.seq}.{b}.{i}": RequestSums(0.01 * num_rounds, TOKENS, num_rounds, TOKENS) for i in range(n)
+                },
             )
             for b, n in requests.items()
             if n
@@ -215,3 +220,14 @@ def test_a_bucket_that_was_a_part_of_another_begins_with_what_is_known_of_versio
     service.epoch(whole=20, part=20)
     state.table.set_shadow("part", "v1", 1.2, 30)
     assert state.table.scores["whole"]["v1"].shadow == 1.9, "they go ways of their own from then on"
+
+
+def test_a_part_that_is_unlike_its_whole_is_soon_believed_to_be():
+    service = _Service()
+    for _ in range(3):
+        service.epoch(whole=20)
+    service.controller.part_bucket("part", "whole")
+    service.epoch(part=6, num_rounds=36)
+    table = service.controller._state.table
+    assert table.estimate("whole", "v0")[0] == pytest.approx(2.0)
+    assert table.estimate("part", "v0")[0] < 1.3, "its own six requests make 1.11 tokens a round, the whole's sixty 2.0"
