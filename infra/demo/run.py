@@ -12,7 +12,8 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated as A
 from typing import Any, Protocol
@@ -30,10 +31,11 @@ from paceline.infra.controller.snapshot import Snapshot
 from paceline.infra.demo import report as demo_report
 from paceline.infra.demo import view as demo_view
 from paceline.infra.demo.client import DemoClient
+from paceline.infra.demo.padded import TARGET_NAME, copy_drafter, pad_target
 from paceline.infra.demo.scenario import Phase, PlannedRequest, Traffic, shifting_scenario, steady_scenario
 from paceline.infra.demo.stats import Answer, DemoStats, own_version_s
 from paceline.infra.service.stop_signals import StopSignals
-from paceline.kernels.cpu.library import ISA_VARIABLE
+from paceline.paths import BUNDLED_TARGET, bundled
 from paceline.records import DataFolder, Drafter, HtmlFile, JsonFile, Setting, record, require
 
 log = logging.getLogger(__name__)
@@ -43,12 +45,12 @@ log = logging.getLogger(__name__)
 class DemoOptions:
     """Ends with a table; exit code 1 if an answer was not the target's own or a request was lost.
 
-    The target runs by torch's forward, at the speed of a larger model; PACELINE_CPU_ISA=amx (avx2, ...) runs the compiled one.
+    The target is the bundled one with more neurons, all of weight zero: it says the same at the speed of a model of 24 M parameters.
     """
 
     minutes: A[
         float, Setting("Minutes of traffic; start and closing checks add about one.", ge=0.2, le=600)
-    ] = 5.2  # fmt: skip
+    ] = 6.0  # fmt: skip
     replicas: A[int, Setting("Serving replicas.", ge=1)] = 1
     policy: A[str, Setting(POLICY_HELP, choices=POLICIES)] = "payoff"
     drafter: Drafter = "bundled"
@@ -109,7 +111,7 @@ def _phases(options: DemoOptions) -> tuple[Phase, ...]:
 
 
 def demo_config(options: DemoOptions, data_dir: Path) -> ServiceConfig:
-    """The service's configuration: one torch thread for serving and one for training, short decision epochs."""
+    """The service's configuration: one thread for serving and one for training, short decision epochs."""
     return ServiceConfig(
         drafter=options.drafter,
         model_name=f"paceline-demo-{os.getpid()}",  # its own keys, should PACELINE_REDIS_URL name a shared Redis
@@ -261,7 +263,7 @@ def _result(
     pauses = state.swaps.pause_ms
     plain = msgspec.to_builtins
     return {
-        "target": {"name": state.target or "bundled", "version": state.target_version},
+        "target": {"name": TARGET_NAME, "version": state.target_version},
         "drafter": {
             "name": options.drafter,
             "first_version": state.first_version,
@@ -300,20 +302,6 @@ def _result(
     }
 
 
-@contextlib.contextmanager
-def torch_forward() -> Iterator[None]:
-    """Processes started inside run the target by torch, unless PACELINE_CPU_ISA says otherwise: its rounds then take about as
-    long as the compiled ones of a model ten times as large. In its own the toy is so fast that nothing is worth learning
-    within minutes. Drafting stays compiled: its share of a round is then that of an 8B target's (`bench shapes`)."""
-    before = os.environ.get(ISA_VARIABLE)
-    os.environ.setdefault(ISA_VARIABLE, "drafters")
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[ISA_VARIABLE]
-
-
 def run_demo(options: DemoOptions, console: Console) -> dict:
     """Run the demo and return its JSON document; the caller prints nothing else.
 
@@ -322,7 +310,6 @@ def run_demo(options: DemoOptions, console: Console) -> dict:
     """
     from paceline.infra.app import run_service, stop_service
     from paceline.infra.demo.vllm_run import run_vllm_demo
-    from paceline.paths import resolve_model
 
     if options.engine == "vllm":
         return run_vllm_demo(options, demo_config(options, Path()), console)
@@ -332,9 +319,12 @@ def run_demo(options: DemoOptions, console: Console) -> dict:
     stats = DemoStats()
     service = None
     # SIGTERM stops like Ctrl-C: processes and folders are cleaned up
-    with StopSignals() as signals, torch_forward():
+    with StopSignals() as signals:
         try:
             with console.status("starting Ray, Redis, the replica and the controller (about 30 s)"):
+                target = pad_target(data_dir / "target")
+                drafter = copy_drafter(options.drafter, target, data_dir / "drafter")
+                config = replace(config, model=str(target), drafter=drafter)
                 service = run_service(config)
             signals.check()
             schedule, url = Schedule(options), service.url
@@ -353,7 +343,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict:
                     stop_service(service)
                 if own_dir:
                     shutil.rmtree(data_dir, ignore_errors=True)
-    lossless = _check_lossless(stats, resolve_model(config.model), console)
+    lossless = _check_lossless(stats, bundled(BUNDLED_TARGET), console)
     result = _result(options, stats, schedule, state, lossless)
     console.print(demo_report.result_table(result))
     for line in demo_report.summary_lines(result):

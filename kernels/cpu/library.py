@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx")
 """Instruction sets, worst first; bit i of available_isas() is the i-th. AMX is a part of the code for avx512_bf16."""
 ISA_VARIABLE = "PACELINE_CPU_ISA"
-"""Environment variable that names the instruction set to use; `none`: the torch path; `drafters`: that of the target only."""
+"""Environment variable that names the instruction set to use; `none`: the torch path."""
 _REMEDY = "with a C++ compiler (or pip install ziglang) run python -m paceline.kernels.cpu.build"
 LANES = 16
 _THREAD_BYTES = 2**17
@@ -111,11 +111,6 @@ def choose_isa(wanted: str | None = None) -> str | None:
     bits = library.available_isas()
     found = [isa for i, isa in enumerate(ISAS) if bits >> i & 1 and hasattr(library, f"forward_{_code(isa)}")]
     return wanted if wanted in found else found[-1] if found else None
-
-
-def choose_target_isa() -> str | None:
-    """`choose_isa` for a target's forward: None too where PACELINE_CPU_ISA compiles drafting only."""
-    return None if os.environ.get(ISA_VARIABLE) == "drafters" else choose_isa()
 
 
 def _code(isa: str) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import pad
 
 from paceline.errors import ConfigError
-from paceline.kernels.cpu.library import choose_target_isa
+from paceline.kernels.cpu.library import choose_isa
 from paceline.kernels.dispatch import Kernels, select_kernels
 from paceline.serving.target_model.fused import KV_DTYPE, FusedForward, is_dense, supports_fused
 from paceline.serving.target_model.graph_capture import GraphBackend
@@ -218,7 +218,7 @@ class TargetModel:
     @torch.inference_mode()
     def _use_int8(self) -> None:
         """Use the compiled forward of the 8-bit form. Raises: ConfigError where there is none."""
-        if choose_target_isa() is None:
+        if choose_isa() is None:
             raise ConfigError(
                 "dtype must not be int8 without the compiled forward (python -m paceline.kernels.cpu.build builds it, "
                 "PACELINE_CPU_ISA may turn it off); "

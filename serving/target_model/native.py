@@ -11,7 +11,6 @@ from paceline.kernels.cpu.library import (
     NativeLayer,
     PackedLinear,
     choose_isa,
-    choose_target_isa,
     fits_native,
     interleave,
 )
@@ -29,7 +28,7 @@ def supports_native(model: Any, *, is_int8: bool = False) -> bool:
     config, copied_bytes = model.config, 0 if is_int8 else weight_bytes(model)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return (
-        choose_target_isa() is not None
+        choose_isa() is not None
         and is_plain_on_cpu(model)
         and fits_native(config.hidden_size, head_dim)
         and copied_bytes < available_ram_bytes() * _MEMORY_SHARE

@@ -240,8 +240,6 @@ def test_without_the_library_the_torch_path_serves(monkeypatch):
     monkeypatch.setenv(ISA_VARIABLE, "none")
     target = TargetModel.from_model(tiny_model(), tiny_tokenizer())
     assert target.forward_name == "fused" and target.pads_requests
-    monkeypatch.setenv(ISA_VARIABLE, "drafters")
-    assert TargetModel.from_model(tiny_model(), tiny_tokenizer()).forward_name == "fused" and choose_isa() is not None
     monkeypatch.delenv(ISA_VARIABLE)
     target = TargetModel.from_model(tiny_model(), tiny_tokenizer())
     assert target.forward_name == f"native-{choose_isa()}" and not target.pads_requests
