@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import math
 
 import msgspec
@@ -18,9 +17,9 @@ DISCOUNT = 0.8
 """Weight that a bucket's earlier bursts keep at each new one."""
 NEEDED = LOG_SURE + math.log(len(TILTS))
 """Log evidence of the best tilt at which the mixture of all is sure."""
-POINTS = tuple((i + 0.5) / 8 for i in range(8))
+POINTS = (np.arange(8) + 0.5) / 8
 """Where between its first and its last scored request a learner's gain is looked at."""
-RISES = np.geomspace(0.01, 4.0, 60).tolist()
+RISES = np.geomspace(0.01, 4.0, 60)
 """Relative rises of the acceptance length among which the least sure one is looked up."""
 
 
@@ -82,17 +81,13 @@ class EvidenceModel(msgspec.Struct):
         if last - first < 1.0 or last - UNSCORED_REQUESTS < MIN_REQUESTS:
             return math.inf
         whole, log_least = learned_share(last * per_request), math.log1p(least)
-        path = [learned_share((first + share * (last - first)) * per_request) / whole for share in POINTS]
+        path = np.array([learned_share((first + share * (last - first)) * per_request) for share in POINTS]) / whole
         variance = _known(self.deviation, bucket, PRIOR_SD) ** 2
         needed = NEEDED if log_evidence is None else min(LOG_SURE - log_evidence, NEEDED)
-
-        def is_sure(rise: float) -> bool:
-            squares = [max(math.log1p(rise * part) - log_least, 0.0) ** 2 for part in path]
-            growth = sum(min(math.log(2.0), 0.5 * square / (square + variance)) for square in squares)
-            return growth / len(path) * (last - first) >= needed
-
-        at = bisect.bisect_left(RISES, True, key=is_sure)  # more of a rise is never less sure
-        return RISES[at] if at < len(RISES) else math.inf
+        squares = np.maximum(np.log1p(np.outer(RISES, path)) - log_least, 0.0) ** 2
+        growth = np.minimum(math.log(2.0), 0.5 * squares / (squares + variance)).mean(1) * (last - first)
+        at = int(np.searchsorted(growth, needed))  # more of a rise is never less sure
+        return float(RISES[at]) if at < len(RISES) else math.inf
 
 
 def _blend(values: dict[str, float], bucket: str, value: float) -> None:

@@ -77,14 +77,17 @@ class GainModel(msgspec.Struct):
             self.cov.append([0.0] * (len(self.names) - 1) + [prior_sd**2])
         return self.names.index(name)
 
-    def _features(self, bucket: str, arm: ArmSpec, new: float = 1.0) -> np.ndarray:
+    def _entries(self, bucket: str, arm: ArmSpec, new: float) -> dict[int, float]:
+        """Coefficient -> its factor, all others have 0."""
         share = ARM_SHARE.get(arm.parameters, 1.0)
         at_bucket = self._index(f"bucket:{bucket}", BUCKET_SD)
         at_arm = self._index(f"arm:{arm.name}", ARM_SD * share)
+        return {0: share * new, 1: share * (1.0 - new), at_bucket: share, at_arm: 1.0}
+
+    def _features(self, bucket: str, arm: ArmSpec, new: float = 1.0) -> np.ndarray:
+        entries = self._entries(bucket, arm, new)
         x = np.zeros(len(self.names))
-        x[0], x[1] = share * new, share * (1.0 - new)
-        x[at_bucket] = share
-        x[at_arm] = 1.0
+        x[list(entries)] = list(entries.values())
         return x
 
     def predict(
@@ -94,10 +97,10 @@ class GainModel(msgspec.Struct):
 
         headroom in tokens a round, share = learned_share of the job's rows, new = their `newness`, both in [0, 1].
         """
-        x = self._features(bucket, arm, new)
-        scale = headroom * share
-        variance = float(x @ np.asarray(self.cov) @ x) + misfit_sd(arm) ** 2
-        return float(x @ np.asarray(self.mean)) * scale, math.sqrt(max(variance, 0.0)) * scale
+        x, scale = self._entries(bucket, arm, new), headroom * share
+        mean = sum(a * self.mean[i] for i, a in x.items())
+        variance = sum(a * b * self.cov[i][j] for i, a in x.items() for j, b in x.items()) + misfit_sd(arm) ** 2
+        return mean * scale, math.sqrt(max(variance, 0.0)) * scale
 
     def draw(self, jobs: list[tuple[str, ArmSpec, float]], num: int, rng: np.random.Generator) -> np.ndarray:
         """(num, len(jobs)) float64: joint posterior draws of gain / (headroom * learned_share) of (bucket, arm, new).

@@ -138,6 +138,7 @@ def price_jobs(
         others = pools.get(name, []) if pools is not None else []
         recall_rate = sum(recall_rates.get(b, 0.0) for b in (name, *others)) if recall_rates is not None else 0.0
         least = swap_gain(belief, hysteresis * costs.staging_s(num_replicas), horizon_s)
+        found = []
         for template in arms:
             if belief.learner_parameters not in ("", template.parameters):
                 continue  # what the class's learner knows would be lost
@@ -152,31 +153,35 @@ def price_jobs(
                     mean, sd = unsure.blended(mean, sd, growth, misfit_sd(arm) * room * doublings)
                 log_evidence = None if unsure is None else unsure.log_evidence
                 sure = belief.length * evidence.sure_rise(name, before, arm.num_rows, least, log_evidence)
-                gain, later = _expected_gains(belief, mean, sd, known, sure)
-                wait = cost.training_s + cost.shadow_s
-                left = max(horizon_s - wait, 0.0) if left_s is None else left_s(wait)
-                saving = belief.busy * (left * gain + returns * later) - left * recall_rate
-                priced.append(
-                    PricedJob(
-                        bucket=name,
-                        arm=arm,
-                        headroom=room,
-                        share=share,
-                        new=new,
-                        gain=gain,
-                        sure_rise=sure,
-                        length_after=belief.length + max(mean, 0.0),
-                        saving_s=saving,
-                        cost=cost,
-                        left_s=left,
-                        return_s=returns,
-                        known_gain=known,
-                        recall_s=left * recall_rate,
-                        rate=belief.busy * gain - recall_rate,
-                        others=others,
-                        is_hope=is_hope,
-                    )
+                found.append((arm, share, new, cost, mean, sd, sure))
+        if not found:
+            continue
+        gained = _expected_gains(belief, *np.array([job[4:] for job in found]).T, known)
+        for (arm, share, new, cost, mean, _, sure), (gain, later) in zip(found, gained.tolist(), strict=True):
+            wait = cost.training_s + cost.shadow_s
+            left = max(horizon_s - wait, 0.0) if left_s is None else left_s(wait)
+            saving = belief.busy * (left * gain + returns * later) - left * recall_rate
+            priced.append(
+                PricedJob(
+                    bucket=name,
+                    arm=arm,
+                    headroom=room,
+                    share=share,
+                    new=new,
+                    gain=gain,
+                    sure_rise=sure,
+                    length_after=belief.length + max(mean, 0.0),
+                    saving_s=saving,
+                    cost=cost,
+                    left_s=left,
+                    return_s=returns,
+                    known_gain=known,
+                    recall_s=left * recall_rate,
+                    rate=belief.busy * gain - recall_rate,
+                    others=others,
+                    is_hope=is_hope,
                 )
+            )
     return priced
 
 
@@ -203,14 +208,15 @@ def swap_gain(belief: BucketBelief, swap_s: float, left_s: float) -> float:
 
 
 def _expected_gains(
-    belief: BucketBelief, mean: float, sd: float, known: float, sure_rise: float
-) -> tuple[float, float]:
-    """Expected gain over the live version, and over the best existing one, whose gain over the live one is `known`."""
-    gains = passed_gains(belief, mean + sd * QUANTILES, sure_rise).tolist()
-    return sum(gains) / len(gains), sum(max(g - known, 0.0) for g in gains) / len(gains)
+    belief: BucketBelief, means: np.ndarray, sds: np.ndarray, sure_rises: np.ndarray, known: float
+) -> np.ndarray:
+    """(J, 2) expected gains of J jobs over the live version, and over the best existing one, whose gain over the live one is
+    `known`. means, sds, sure_rises: (J,) of the rise of the acceptance length."""
+    gains = passed_gains(belief, means[:, None] + sds[:, None] * QUANTILES, sure_rises[:, None])
+    return np.stack((gains.mean(1), np.maximum(gains - known, 0.0).mean(1)), 1)
 
 
-def passed_gains(belief: BucketBelief, rises: np.ndarray, sure_rise: float) -> np.ndarray:
+def passed_gains(belief: BucketBelief, rises: np.ndarray, sure_rise: np.ndarray | float) -> np.ndarray:
     """Relative fall of the bucket's time per token by rise of acceptance length, 0 below the least that becomes sure."""
     gains = np.maximum(belief.relative_gains(belief.length, belief.length + rises), 0.0)
     return np.where(rises >= sure_rise, gains, 0.0)
@@ -227,13 +233,12 @@ def staleness_rates(
     for name, belief in sorted(beliefs.items()):
         if not belief.is_active:
             continue
-        best = 0.0
+        room, found = headroom(belief, best_length), []
         for template in arms:
-            rows = min(max(belief.fresh_rows, min_rows), template.num_rows)
-            arm = sized(template, rows)
-            mean, sd = gains.predict(name, arm, headroom(belief, best_length), *_lesson(belief, arm))
-            best = max(best, _expected_gains(belief, mean, sd, 0.0, GATE_GAIN * belief.length)[0])
-        rates[name] = belief.busy * best
+            arm = sized(template, min(max(belief.fresh_rows, min_rows), template.num_rows))
+            found.append((*gains.predict(name, arm, room, *_lesson(belief, arm)), GATE_GAIN * belief.length))
+        best = _expected_gains(belief, *np.array(found).reshape(-1, 3).T, 0.0)[:, 0].max(initial=0.0)
+        rates[name] = belief.busy * float(best)
     return rates
 
 

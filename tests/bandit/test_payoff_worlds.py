@@ -41,8 +41,9 @@ def test_an_hour_without_a_shift_costs_at_most_one_percent(seed, bank_s):
 @pytest.mark.parametrize(("length", "ceiling"), [(2.3, 3.2), (3.0, 4.0)])
 def test_drafts_that_are_long_already_are_tried_at_the_income_s_expense_and_become_longer(length, ceiling):
     w = World(
-        config=PolicyConfig(epoch_s=10.0), mix=lambda t: {"c": 1.0}, lengths={"c": length}, ceilings={"c": ceiling}
-    )
+        config=PolicyConfig(epoch_s=10.0), mix=lambda t: {"c": 1.0}, lengths={"c": length}, ceilings={"c": ceiling},
+        round_s=0.1, step_s=5.0,
+    )  # fmt: skip
     while not w.of("train") and w.t < 7200:
         w.step()
     first = w.of("train")[0]
