@@ -13,8 +13,7 @@ from paceline.contracts import TrainResult
 
 HALF_LIFE_S = 300.0
 """Of realised acceptance while a version serves; what is not served is not forgotten."""
-MIN_ROUNDS, MIN_REQUESTS = 12, 2.0
-"""Behind a realised acceptance length that counts."""
+MIN_ROUNDS = 12
 SCORE_SD = 0.3
 """Relative spread of a request's replay score."""
 MANIFEST_REQUESTS = 8
@@ -86,7 +85,7 @@ class ScoreTable(msgspec.Struct):
             return None
         found: list[tuple[float, float]] = []
         length = score.realised.ratio()
-        if length is not None and score.realised.n >= MIN_REQUESTS and score.realised.x >= MIN_ROUNDS:
+        if length is not None and score.realised.n >= 2 and score.realised.x >= MIN_ROUNDS:
             found.append((length, max(score.realised.standard_error(), 0.01 * length)))
         if score.shadow is not None:
             value = score.shadow * self._calibration(bucket)

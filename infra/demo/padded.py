@@ -11,8 +11,10 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from paceline.errors import ConfigError
 from paceline.paths import BUNDLED_TARGET, bundled, model_version, resolve_drafter
 
 NUM_NEURONS = 1792
@@ -22,7 +24,19 @@ _PADDED_DIM = {"gate_proj": 0, "up_proj": 0, "down_proj": 1}
 
 
 def pad_target(folder: Path) -> Path:
-    """Write the padded target in float32, whose products need no instructions that some CPUs lack; returns its folder."""
+    """Write the padded target in float32, whose products need no instructions that some CPUs lack; returns its folder.
+
+    Raises: ConfigError when there is no room for it.
+    """
+    try:
+        return _write_target(folder)
+    except (OSError, SafetensorError) as e:
+        raise ConfigError(
+            f"the demo's target takes 94 MB, which could not be written to {folder} ({e}); TMPDIR names another place"
+        ) from e
+
+
+def _write_target(folder: Path) -> Path:
     own = bundled(BUNDLED_TARGET)
     shutil.copytree(own, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.md"), dirs_exist_ok=True)
     config = json.loads((own / "config.json").read_text(encoding="utf-8"))

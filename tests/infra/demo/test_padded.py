@@ -1,8 +1,10 @@
 import json
+import resource
 
 import pytest
 import torch
 
+from paceline.errors import ConfigError
 from paceline.infra.demo.padded import NUM_NEURONS, copy_drafter, pad_target
 from paceline.paths import BUNDLED_TARGET, bundled, model_version
 from paceline.serving.loading.checkpoint import open_checkpoint
@@ -41,3 +43,13 @@ def test_a_drafter_of_something_else_is_left_to_be_refused(padded, tmp_path):
     (foreign / "config.json").write_text(json.dumps({"drafter_type": "specblock", "target_version": "0" * 16}))
     assert copy_drafter(str(foreign), padded, tmp_path / "copy") == str(foreign)
     assert not (tmp_path / "copy").exists() and model_version(padded) != model_version(bundled(BUNDLED_TARGET))
+
+
+def test_no_room_for_the_padded_target_is_said_with_what_to_do(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))  # a write beyond it fails, as one to a full disk does
+    try:
+        with pytest.raises(ConfigError, match=r"94 MB.*TMPDIR names another"):
+            pad_target(tmp_path / "target")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
