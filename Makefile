@@ -16,7 +16,7 @@ export HF_HUB_OFFLINE ?= 1
 
 help:
 	@echo "make chat  [ARGS='--port N']            talk to a small real model in the browser and see what is drafted"
-	@echo "make demo  [ARGS='--json F --html F']  the whole loop on this computer, under 7 minutes"
+	@echo "make demo  [ARGS='--json F --html F']  the whole loop on this computer, about 7 minutes"
 	@echo "make test  [ARGS='-k name'] [WORKERS=3] every test that needs no GPU"
 	@echo "make test-vllm [VLLM_VENV=DIR]         drafters and the plugin in a real vLLM on the CPU (4 GB, installed once; 25 minutes)"
 	@echo "make serve [ARGS='--model DIR']        OpenAI-compatible server in the foreground"

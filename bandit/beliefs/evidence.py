@@ -66,7 +66,7 @@ class EvidenceModel(msgspec.Struct):
     ) -> float:
         """Least relative rise of the acceptance length that a burst is expected to make sure; inf where none.
 
-        A request adds log evidence of about min(log 2, m^2 / (m^2 + s^2) / 2), m = log of its gain over `least`, s =
+        A request adds log evidence of about m^2 / (m^2 + s^2) / 2, m = log of its gain over `least`, s =
         deviation: the growth of the permutation e-values of `paceline.bootstrap.GainTest` at the best tilt. Gains grow along
         the learning curve, and what speaks against one at its beginning does not count (E-detectors).
 
@@ -85,7 +85,7 @@ class EvidenceModel(msgspec.Struct):
         variance = _known(self.deviation, bucket, PRIOR_SD) ** 2
         needed = NEEDED if log_evidence is None else min(LOG_SURE - log_evidence, NEEDED)
         squares = np.maximum(np.log1p(np.outer(RISES, path)) - log_least, 0.0) ** 2
-        growth = np.minimum(math.log(2.0), 0.5 * squares / (squares + variance)).mean(1) * (last - first)
+        growth = (0.5 * squares / (squares + variance)).mean(1) * (last - first)
         at = int(np.searchsorted(growth, needed))  # more of a rise is never less sure
         return float(RISES[at]) if at < len(RISES) else math.inf
 

@@ -78,7 +78,7 @@ class GainModel(msgspec.Struct):
         return self.names.index(name)
 
     def _entries(self, bucket: str, arm: ArmSpec, new: float) -> dict[int, float]:
-        """Coefficient -> its factor, all others have 0."""
+        """Coefficient -> its factor, all others have 0; new coefficients are added to the model."""
         share = ARM_SHARE.get(arm.parameters, 1.0)
         at_bucket = self._index(f"bucket:{bucket}", BUCKET_SD)
         at_arm = self._index(f"arm:{arm.name}", ARM_SD * share)

@@ -68,15 +68,23 @@ class ScoreTable(msgspec.Struct):
                 if shadow.acceptance_length > 0 and shadow.version != refused:
                     self.set_shadow(where, shadow.version, shadow.acceptance_length, shadow.num_requests)
 
-    def _calibration(self, bucket: str) -> float:
-        """Realised over replayed acceptance length in a bucket, pooled over the versions that have both."""
+    def _calibration(self, bucket: str) -> float | None:
+        """Realised over replayed acceptance length in a bucket, pooled over the versions that have both.
+
+        None where versions were served of which none was replayed: the rows may be of other text than what is served.
+        """
         realised = replayed = 0.0
+        is_served = False
         for score in self.scores.get(bucket, {}).values():
             length = score.realised.ratio()
-            if score.shadow and length and score.realised.x >= MIN_ROUNDS:
-                realised += length * score.realised.x
-                replayed += score.shadow * score.realised.x
-        return min(max(realised / replayed, 0.5), 2.0) if replayed > 0 else 1.0
+            if length and score.realised.x >= MIN_ROUNDS:
+                is_served = True
+                if score.shadow:
+                    realised += length * score.realised.x
+                    replayed += score.shadow * score.realised.x
+        if replayed > 0:
+            return min(max(realised / replayed, 0.5), 2.0)
+        return None if is_served else 1.0
 
     def estimate(self, bucket: str, version: str) -> tuple[float, float] | None:
         """(acceptance length, standard error), None when nothing is known."""
@@ -87,8 +95,9 @@ class ScoreTable(msgspec.Struct):
         length = score.realised.ratio()
         if length is not None and score.realised.n >= 2 and score.realised.x >= MIN_ROUNDS:
             found.append((length, max(score.realised.standard_error(), 0.01 * length)))
-        if score.shadow is not None:
-            value = score.shadow * self._calibration(bucket)
+        calibration = None if score.shadow is None else self._calibration(bucket)
+        if score.shadow is not None and calibration is not None:
+            value = score.shadow * calibration
             found.append((value, value * max(SCORE_SD / math.sqrt(max(score.shadow_requests, 1)), 0.03)))
         if not found:
             return None

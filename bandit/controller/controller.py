@@ -79,7 +79,7 @@ class Controller:
         drop_bucket(self._state, name)
 
     def part_bucket(self, name: str, whole: str) -> None:
-        """What is known of versions in a bucket holds in a part of it that is told apart from now on, too."""
+        """Who made the versions of a bucket and what they have learned holds in a part of it that is told apart from now on, too."""
         part_bucket(self._state, name, whole)
 
     def tick(self, now: float, context: HostContext) -> list[Decision]:

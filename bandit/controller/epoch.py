@@ -9,7 +9,7 @@ from typing import Any
 from paceline.bandit.beliefs.belief import ACTIVE_SHARE, STEADY, BucketBelief, BucketMeter, epoch_weight
 from paceline.bandit.beliefs.gain_model import further_share
 from paceline.bandit.beliefs.observation import BucketObservation, HostContext, close
-from paceline.bandit.beliefs.recall import MANIFEST_REQUESTS, SCORE_SD, Score
+from paceline.bandit.beliefs.recall import MANIFEST_REQUESTS, SCORE_SD
 from paceline.bandit.beliefs.regime import BucketRegime, MixRegime
 from paceline.bandit.controller.state import ControllerState
 from paceline.bandit.policies.pricing import headroom_of
@@ -90,19 +90,14 @@ def drop_bucket(state: ControllerState, name: str) -> None:
 
 
 def part_bucket(state: ControllerState, name: str, whole: str) -> None:
-    """Let a new bucket, so far a part of another one, begin with what replays have shown of versions there, and nothing else.
+    """Let a new bucket, so far a part of another one, begin with whose its versions are and what they have learned.
 
-    Lengths that were served there are left out: the text of the part may be the reason why it is apart, and where drafting does
-    not pay its own few rounds would not outweigh them for minutes.
+    Lengths are left out: its text may be the reason why it is apart, and where drafting does not pay its own few rounds would not
+    outweigh them for minutes.
     """
     drop_bucket(state, name)
     for rows in state.learned.values():
         rows.pop(name, None)
-    if whole in state.table.scores:
-        state.table.scores[name] = {
-            version: Score(shadow=score.shadow, shadow_requests=score.shadow_requests)
-            for version, score in state.table.scores[whole].items()
-        }
     if whole in state.owners:
         state.owners[name] = dict(state.owners[whole])
     for rows in state.learned.values():

@@ -46,6 +46,7 @@ class DemoOptions:
     """Ends with a table; exit code 1 if an answer was not the target's own or a request was lost.
 
     The target is the bundled one with more neurons, all of weight zero: it says the same at the speed of a model of 24 M parameters.
+    vLLM serves the bundled one itself.
     """
 
     minutes: A[

@@ -134,3 +134,14 @@ def test_scores_of_versions_that_do_not_serve_are_kept():
     assert table.estimate("c", "v1")[0] == pytest.approx(2.0, rel=0.01)
     table.reset_bucket("c")
     assert table.estimate("c", "v1") is None
+
+
+def test_a_replay_counts_where_a_served_version_ties_it_to_what_is_served_now():
+    """Rows of the text that was are replayed while other text is served: 5.3 of one version says nothing against 2.8 of another."""
+    table = ScoreTable()
+    table.set_shadow("a", "v1", 5.3, 30)
+    assert table.estimate("a", "v1")[0] == pytest.approx(5.3), "nothing is served yet"
+    table.observe(_seen("a", "v0", 2.8))
+    assert table.estimate("a", "v1") is None
+    table.set_shadow("a", "v0", 5.0, 30)
+    assert table.estimate("a", "v1")[0] == pytest.approx(5.3 * 2.8 / 5.0, rel=0.02)

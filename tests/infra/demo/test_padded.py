@@ -40,8 +40,9 @@ def test_a_drafter_of_the_bundled_target_drafts_for_the_padded_one(padded, tmp_p
 def test_a_drafter_of_something_else_is_left_to_be_refused(padded, tmp_path):
     foreign = tmp_path / "foreign"
     foreign.mkdir()
-    (foreign / "config.json").write_text(json.dumps({"drafter_type": "specblock", "target_version": "0" * 16}))
-    assert copy_drafter(str(foreign), padded, tmp_path / "copy") == str(foreign)
+    for text in (json.dumps({"drafter_type": "specblock", "target_version": "0" * 16}), "{", "[1]"):
+        (foreign / "config.json").write_text(text)
+        assert copy_drafter(str(foreign), padded, tmp_path / "copy") == str(foreign)
     assert not (tmp_path / "copy").exists() and model_version(padded) != model_version(bundled(BUNDLED_TARGET))
 
 
@@ -49,7 +50,7 @@ def test_no_room_for_the_padded_target_is_said_with_what_to_do(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))  # a write beyond it fails, as one to a full disk does
     try:
-        with pytest.raises(ConfigError, match=r"94 MB.*TMPDIR names another"):
+        with pytest.raises(ConfigError, match=r"100 MB.*File too large.*TMPDIR"):
             pad_target(tmp_path / "target")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
