@@ -156,7 +156,7 @@ def price_jobs(
                 found.append((arm, share, new, cost, mean, sd, sure))
         if not found:
             continue
-        gained = _expected_gains(belief, *np.array([job[4:] for job in found]).T, known)
+        gained = _expected_gains(belief, np.array([job[4:] for job in found]), known)
         for (arm, share, new, cost, mean, _, sure), (gain, later) in zip(found, gained.tolist(), strict=True):
             wait = cost.training_s + cost.shadow_s
             left = max(horizon_s - wait, 0.0) if left_s is None else left_s(wait)
@@ -207,12 +207,13 @@ def swap_gain(belief: BucketBelief, swap_s: float, left_s: float) -> float:
     return float(pays[0]) if len(pays) else 1.0
 
 
-def _expected_gains(
-    belief: BucketBelief, means: np.ndarray, sds: np.ndarray, sure_rises: np.ndarray, known: float
-) -> np.ndarray:
-    """(J, 2) expected gains of J jobs over the live version, and over the best existing one, whose gain over the live one is
-    `known`. means, sds, sure_rises: (J,) of the rise of the acceptance length."""
-    gains = passed_gains(belief, means[:, None] + sds[:, None] * QUANTILES, sure_rises[:, None])
+def _expected_gains(belief: BucketBelief, jobs: np.ndarray, known: float) -> np.ndarray:
+    """(J, 2) expected gains over the live version, and over the best existing one, whose gain over the live one is `known`.
+
+    jobs: (J, 3) mean and standard deviation of the rise of the acceptance length, and the least that becomes sure.
+    """
+    means, sds, sure_rises = jobs[:, :1], jobs[:, 1:2], jobs[:, 2:]
+    gains = passed_gains(belief, means + sds * QUANTILES, sure_rises)
     return np.stack((gains.mean(1), np.maximum(gains - known, 0.0).mean(1)), 1)
 
 
@@ -237,7 +238,7 @@ def staleness_rates(
         for template in arms:
             arm = sized(template, min(max(belief.fresh_rows, min_rows), template.num_rows))
             found.append((*gains.predict(name, arm, room, *_lesson(belief, arm)), GATE_GAIN * belief.length))
-        best = _expected_gains(belief, *np.array(found).reshape(-1, 3).T, 0.0)[:, 0].max(initial=0.0)
+        best = _expected_gains(belief, np.array(found).reshape(-1, 3), 0.0)[:, 0].max(initial=0.0)
         rates[name] = belief.busy * float(best)
     return rates
 
