@@ -95,8 +95,7 @@ class ScoreTable(msgspec.Struct):
         length = score.realised.ratio()
         if length is not None and score.realised.n >= 2 and score.realised.x >= MIN_ROUNDS:
             found.append((length, max(score.realised.standard_error(), 0.01 * length)))
-        calibration = None if score.shadow is None else self._calibration(bucket)
-        if score.shadow is not None and calibration is not None:
+        if score.shadow is not None and (calibration := self._calibration(bucket)) is not None:
             value = score.shadow * calibration
             found.append((value, value * max(SCORE_SD / math.sqrt(max(score.shadow_requests, 1)), 0.03)))
         if not found:

@@ -154,9 +154,7 @@ def price_jobs(
                 log_evidence = None if unsure is None else unsure.log_evidence
                 sure = belief.length * evidence.sure_rise(name, before, arm.num_rows, least, log_evidence)
                 found.append((arm, share, new, cost, mean, sd, sure))
-        if not found:
-            continue
-        gained = _expected_gains(belief, np.array([job[4:] for job in found]), known)
+        gained = _expected_gains(belief, [job[4:] for job in found], known)
         for (arm, share, new, cost, mean, _, sure), (gain, later) in zip(found, gained.tolist(), strict=True):
             wait = cost.training_s + cost.shadow_s
             left = max(horizon_s - wait, 0.0) if left_s is None else left_s(wait)
@@ -207,12 +205,12 @@ def swap_gain(belief: BucketBelief, swap_s: float, left_s: float) -> float:
     return float(pays[0]) if len(pays) else 1.0
 
 
-def _expected_gains(belief: BucketBelief, jobs: np.ndarray, known: float) -> np.ndarray:
+def _expected_gains(belief: BucketBelief, jobs: list[tuple[float, float, float]], known: float) -> np.ndarray:
     """(J, 2) expected gains over the live version, and over the best existing one, whose gain over the live one is `known`.
 
-    jobs: (J, 3) mean and standard deviation of the rise of the acceptance length, and the least that becomes sure.
+    jobs: mean and standard deviation of the rise of the acceptance length, and the least that becomes sure.
     """
-    means, sds, sure_rises = jobs[:, :1], jobs[:, 1:2], jobs[:, 2:]
+    means, sds, sure_rises = np.hsplit(np.array(jobs).reshape(-1, 3), 3)
     gains = passed_gains(belief, means + sds * QUANTILES, sure_rises)
     return np.stack((gains.mean(1), np.maximum(gains - known, 0.0).mean(1)), 1)
 
@@ -238,7 +236,7 @@ def staleness_rates(
         for template in arms:
             arm = sized(template, min(max(belief.fresh_rows, min_rows), template.num_rows))
             found.append((*gains.predict(name, arm, room, *_lesson(belief, arm)), GATE_GAIN * belief.length))
-        best = _expected_gains(belief, np.array(found).reshape(-1, 3), 0.0)[:, 0].max(initial=0.0)
+        best = _expected_gains(belief, found, 0.0)[:, 0].max(initial=0.0)
         rates[name] = belief.busy * float(best)
     return rates
 

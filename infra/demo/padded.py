@@ -6,18 +6,20 @@ a CPU and is so fast that nothing is worth learning within minutes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import pad
 
 from paceline.errors import ConfigError
-from paceline.paths import BUNDLED_TARGET, bundled, model_version, resolve_drafter
+from paceline.paths import BUNDLED_TARGET, bundled, model_version, open_folder, resolve_drafter
 
 NUM_NEURONS = 1792
 """Of every layer: 24 M parameters. A round of one row reads 97 MB, more than most caches hold: 6 to 10 ms at 10 to 15 GB/s."""
@@ -33,8 +35,11 @@ def pad_target(folder: Path) -> Path:
     own = bundled(BUNDLED_TARGET)
     config = json.loads((own / "config.json").read_text(encoding="utf-8"))
     weights = {name: _padded(name, weight.float()) for name, weight in load_file(own / "model.safetensors").items()}
-    texts = [f for f in own.iterdir() if f.suffix in (".json", ".jinja")]
-    _write(folder, config | {"intermediate_size": NUM_NEURONS, "dtype": "float32"}, texts, weights)
+    with _new_folder(folder) as part:
+        for file in (f for f in own.iterdir() if f.suffix in (".json", ".jinja")):
+            shutil.copyfile(file, part / file.name)
+        _write_config(part, config | {"intermediate_size": NUM_NEURONS, "dtype": "float32"})
+        save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -42,8 +47,8 @@ def _padded(name: str, weight: torch.Tensor) -> torch.Tensor:
     dim = _PADDED_DIM.get(name.split(".")[-2])
     if dim is None:
         return weight
-    more = torch.zeros_like(weight).repeat_interleave(-(-NUM_NEURONS // weight.shape[dim]), dim)
-    return torch.cat((weight, more.narrow(dim, 0, NUM_NEURONS - weight.shape[dim])), dim).contiguous()
+    more = NUM_NEURONS - weight.shape[dim]
+    return pad(weight, (0, more) if dim == 1 else (0, 0, 0, more))
 
 
 def copy_drafter(drafter: str, target: Path, folder: Path) -> str:
@@ -61,24 +66,25 @@ def copy_drafter(drafter: str, target: Path, folder: Path) -> str:
         return str(own)
     if not is_ours:
         return str(own)
-    _write(folder, config | {"target_version": model_version(target)}, own.glob("*.safetensors"))
+    with _new_folder(folder) as part:
+        for file in own.glob("*.safetensors"):
+            shutil.copyfile(file, part / file.name)
+        _write_config(part, config | {"target_version": model_version(target)})
     return str(folder)
 
 
-def _write(
-    folder: Path, config: dict[str, Any], files: Iterable[Path], weights: dict[str, torch.Tensor] | None = None
-) -> None:
-    """Make a folder of copied files, a config.json and, unless they are among the files, weights."""
+@contextlib.contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """`open_folder` for what may find no room. Raises: ConfigError."""
     try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        for file in files:
-            shutil.copyfile(file, folder / file.name)
-        (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
-        if weights is not None:
-            save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        with open_folder(folder) as part:
+            yield part
     except (OSError, SafetensorError) as e:
         raise ConfigError(
             f"the demo's models take 100 MB, which could not be written to {folder} ({e}); make room, or let TMPDIR name "
             "another place"
         ) from e
+
+
+def _write_config(folder: Path, config: dict[str, Any]) -> None:
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")

@@ -108,9 +108,18 @@ def choose_isa(wanted: str | None = None) -> str | None:
     library, wanted = load_library(), os.environ.get(ISA_VARIABLE, "") if wanted is None else wanted
     if library is None or wanted == "none":
         return None
+    if wanted and wanted not in ISAS:
+        _say_unknown(wanted)
     bits = library.available_isas()
     found = [isa for i, isa in enumerate(ISAS) if bits >> i & 1 and hasattr(library, f"forward_{_code(isa)}")]
     return wanted if wanted in found else found[-1] if found else None
+
+
+@functools.cache
+def _say_unknown(wanted: str) -> None:
+    log.warning(
+        "%s must be none or one of %s, got %r: the best of this machine is used", ISA_VARIABLE, ", ".join(ISAS), wanted
+    )
 
 
 def _code(isa: str) -> str:

@@ -245,6 +245,14 @@ def test_without_the_library_the_torch_path_serves(monkeypatch):
     assert target.forward_name == f"native-{choose_isa()}" and not target.pads_requests
 
 
+def test_a_name_that_no_instruction_set_has_is_said_once_and_changes_nothing(monkeypatch, caplog):
+    monkeypatch.setenv(ISA_VARIABLE, "")
+    best = choose_isa()
+    monkeypatch.setenv(ISA_VARIABLE, "avx1024")
+    assert [choose_isa(), choose_isa()] == [best, best]
+    assert [r.message.count("avx1024") for r in caplog.records] == [1]
+
+
 def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
