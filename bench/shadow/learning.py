@@ -73,6 +73,10 @@ class LearnerOptions:
     num_judged: A[int, Setting("Newest requests of a class that judge and are not learned.", ge=8)] = 32
     max_tokens: A[int, Setting("Output tokens of a request.", ge=8)] = 64
     repeats: A[int, Setting("Times that every arm runs.", ge=1)] = 2
+    points: A[
+        int,
+        Setting("Points of a learner's curve: it is judged after all of the text, a half, a quarter, and so on.", ge=1),
+    ] = 1
     model: Model = "bundled"
     drafter: A[str, Setting("A bundled drafter's name, or a folder.")] = "bundled"
     num_threads: Threads = 1
@@ -122,7 +126,7 @@ def _traces(
     if shards := store.list_shards(bucket):
         return [t for s in shards for t in store.read_shard(s.shard_id)]
     texts = list(dict.fromkeys(_text(q) for q in questions))[: options.num_prompts + options.num_judged]
-    if len(texts) < options.num_prompts + options.num_judged:
+    if len(texts) < options.num_judged + (16 if bucket == options.known else options.num_prompts):
         raise ConfigError(
             f"bucket {bucket!r} must have num_prompts + num_judged = {options.num_prompts + options.num_judged} different "
             f"prompts, got {len(texts)}; ask for fewer"
@@ -139,11 +143,12 @@ def _traces(
     return traces
 
 
-Arm = Callable[[_Bench, Sequence[RequestTrace]], tuple[float, dict[str, torch.Tensor]]]
-"""(bench, requests to learn) -> (device-seconds, weights)."""
+Weights = dict[str, torch.Tensor]
+Arm = Callable[[_Bench, Sequence[RequestTrace]], tuple[float, dict[int, Weights]]]
+"""(bench, requests to learn) -> (device-seconds, rows learned -> weights, the last ones of all rows)."""
 
 
-def _job(bench: _Bench, text: Sequence[RequestTrace]) -> tuple[float, dict[str, torch.Tensor]]:
+def _job(bench: _Bench, text: Sequence[RequestTrace]) -> tuple[float, dict[int, Weights]]:
     began = time.process_time()
     num_held_out = int(len(text) * JOB_HELD_OUT)
     held_out, fresh = text[:num_held_out], text[num_held_out:]
@@ -174,11 +179,11 @@ def _job(bench: _Bench, text: Sequence[RequestTrace]) -> tuple[float, dict[str, 
     state = {name: t.detach().clone() for name, t in model.state_dict().items()}
     drafters = {"new": bench.drafter(state), "old": bench.drafter(bench.state)}
     shadow_scores(drafters, held_out, **ShadowConfig().tree, device=bench.target.device)
-    return time.process_time() - began, state
+    return time.process_time() - began, {count_rows(text): state}
 
 
 def _learner(parameters: str, rate: float, share: float, marks: list[tuple[float, float]]) -> Arm:
-    def run(bench: _Bench, text: Sequence[RequestTrace]) -> tuple[float, dict[str, torch.Tensor]]:
+    def run(bench: _Bench, text: Sequence[RequestTrace]) -> tuple[float, dict[int, Weights]]:
         began = time.process_time()
         options = bench.options
         arm = ArmSpec(
@@ -190,13 +195,15 @@ def _learner(parameters: str, rate: float, share: float, marks: list[tuple[float
             learner, bench.drafter(bench.state), bench.drafter(bench.state), **ShadowConfig().tree, min_gain=0.0,
             device=bench.target.device, clock=time.process_time, should_stop=lambda: False, save=lambda: None,
         )  # fmt: skip
-        left = list(text)
-        while left:  # sure or not, it goes on: what all of the text brings is the question
-            for _ in burst.run(left, bench.known):
-                pass
-            left = [t for t in left if not learner.has_read(t)]
+        weights: dict[int, Weights] = {}
+        for num in sorted({len(text) >> i for i in range(options.points)} - {0}):
+            left = text[:num]
+            while left := [t for t in left if not learner.has_read(t)]:
+                for _ in burst.run(left, bench.known):
+                    pass  # sure or not, it goes on: what all of the text brings is the question
+            weights[count_rows(text[:num])] = {name: t.detach().clone() for name, t in learner.snapshot().items()}
         marks.append((burst.train_s, burst.shadow_s))
-        return time.process_time() - began, {name: t.detach().clone() for name, t in learner.snapshot().items()}
+        return time.process_time() - began, weights
 
     return run
 
@@ -241,19 +248,21 @@ def _compare(options: LearnerOptions, store: TraceStore) -> list[dict[str, Any]]
             marks[name] = []
             arms[name] = _learner(parameters, rate, share, marks[name])
         seconds: dict[str, list[float]] = {name: [] for name in arms}
-        weights: dict[str, dict[str, torch.Tensor]] = {}
+        weights: dict[str, dict[int, Weights]] = {}
         for _ in range(options.repeats):
             for name, arm in arms.items():
                 spent, weights[name] = arm(bench, text)
                 seconds[name].append(spent)
         before, before_known = bench.lengths(state, judged), bench.lengths(state, judged_known)
         for name in arms:
-            after, spent = bench.lengths(weights[name], judged), sum(seconds[name]) / options.repeats
+            curve = [(num_rows, bench.lengths(learned, judged)) for num_rows, learned in weights[name].items()]
+            (num_rows, after), learned = curve[-1], weights[name][curve[-1][0]]
+            spent = sum(seconds[name]) / options.repeats
             shadow = sum(s for _, s in marks.get(name, [])) / options.repeats
             rows.append(
                 {
-                    "bucket": bucket, "arm": name, "rows": count_rows(text), "before": before, "after": after,
-                    "known_before": before_known, "known_after": bench.lengths(weights[name], judged_known),
+                    "bucket": bucket, "arm": name, "rows": num_rows, "before": before, "after": after, "curve": curve,
+                    "known_before": before_known, "known_after": bench.lengths(learned, judged_known),
                     "seconds": spent, "scoring_s": shadow, "gain_per_s": (after - before) / spent,
                 }
             )  # fmt: skip
@@ -270,7 +279,8 @@ def _print(rows: Sequence[dict[str, Any]], known: str, console: Console) -> None
         table.add_column(name, justify="left" if name in ("class", "arm") else "right")
     for r in rows:
         table.add_row(
-            r["bucket"], r["arm"], str(r["rows"]), f"{r['before']:.2f} -> {r['after']:.2f}",
+            r["bucket"], r["arm"], ", ".join(f"{num_rows:,}" for num_rows, _ in r["curve"]),
+            " -> ".join(f"{length:.2f}" for length in (r["before"], *(length for _, length in r["curve"]))),
             f"{r['known_before']:.2f} -> {r['known_after']:.2f}", f"{r['seconds']:.1f}", f"{r['gain_per_s']:.3f}",
             f"{r['over_job']:.2f}",
         )  # fmt: skip

@@ -11,14 +11,27 @@ from paceline.errors import ConfigError
 
 def test_every_arm_has_a_row_with_its_gain_per_second(tmp_path):
     options = LearnerOptions(
-        num_prompts=16, num_judged=8, max_tokens=12, repeats=1, rates=(1e-3,), json=tmp_path / "r.json", work=tmp_path
+        num_prompts=16,
+        num_judged=8,
+        max_tokens=12,
+        repeats=1,
+        points=2,
+        rates=(1e-3,),
+        json=tmp_path / "r.json",
+        work=tmp_path,
     )
     rows = run_learner_bench(options, Console(quiet=True))["rows"]
     assert [r["arm"] for r in rows] == ["job", "learner full 0.001, rehearsal 0.125"] and rows[0]["over_job"] == 1.0
     for row in rows:
         assert row["seconds"] > 0 and row["rows"] > 100 and row["before"] == rows[0]["before"]
         assert row["gain_per_s"] == pytest.approx((row["after"] - row["before"]) / row["seconds"])
-    assert json.loads((tmp_path / "r.json").read_text())["rows"] == rows
+    job, learner = rows
+    assert [job["rows"]] == [num for num, _ in job["curve"]] and learner["curve"][-1][1] == learner["after"]
+    half, whole = (num for num, _ in learner["curve"])
+    assert 0 < half < whole == learner["rows"] == job["rows"]
+    assert json.loads((tmp_path / "r.json").read_text())["rows"] == [
+        {**r, "curve": [[*p] for p in r["curve"]]} for r in rows
+    ]
 
 
 def test_a_class_without_prompts_is_refused():
