@@ -45,6 +45,7 @@ from paceline.serving.loading.families import build_drafter, build_model, read_d
 from paceline.serving.sampling.request import RequestTrace, SamplingParams
 from paceline.serving.target_model.model import TargetModel
 
+MIN_PROMPTS = 16
 JOB_EPOCHS, JOB_WARMUP, JOB_HELD_OUT, JOB_RATE = 2, 0.1, 0.25, 2e-3
 _MAX_PROMPT_TOKENS, _BATCH = 192, 8
 
@@ -69,7 +70,7 @@ class LearnerOptions:
         "full",
     )
     rank: A[int, Setting("Rank of the factors that lora learns.", ge=1)] = 32
-    num_prompts: A[int, Setting("Requests of a class that are learned.", ge=16)] = 96
+    num_prompts: A[int, Setting("Requests of a class that are learned.", ge=MIN_PROMPTS)] = 96
     num_judged: A[int, Setting("Newest requests of a class that judge and are not learned.", ge=8)] = 32
     max_tokens: A[int, Setting("Output tokens of a request.", ge=8)] = 64
     repeats: A[int, Setting("Times that every arm runs.", ge=1)] = 2
@@ -126,10 +127,11 @@ def _traces(
     if shards := store.list_shards(bucket):
         return [t for s in shards for t in store.read_shard(s.shard_id)]
     texts = list(dict.fromkeys(_text(q) for q in questions))[: options.num_prompts + options.num_judged]
-    if len(texts) < options.num_judged + (16 if bucket == options.known else options.num_prompts):
+    name, least = ("num_prompts", options.num_prompts) if bucket in options.buckets else ("rehearsed", MIN_PROMPTS)
+    if len(texts) < least + options.num_judged:
         raise ConfigError(
-            f"bucket {bucket!r} must have num_prompts + num_judged = {options.num_prompts + options.num_judged} different "
-            f"prompts, got {len(texts)}; ask for fewer"
+            f"bucket {bucket!r} must have {name} + num_judged = {least + options.num_judged} different prompts, got "
+            f"{len(texts)}; ask for fewer"
         )
     params = tuple(
         SamplingParams(temperature=0.8 * (i % 2), max_tokens=options.max_tokens, seed=options.seed + i)
@@ -144,11 +146,11 @@ def _traces(
 
 
 Weights = dict[str, torch.Tensor]
-Arm = Callable[[_Bench, Sequence[RequestTrace]], tuple[float, dict[int, Weights]]]
-"""(bench, requests to learn) -> (device-seconds, rows learned -> weights, the last ones of all rows)."""
+Arm = Callable[[_Bench, Sequence[RequestTrace]], tuple[float, list[tuple[int, Weights]]]]
+"""(bench, requests to learn) -> (device-seconds, rows learned with the weights behind them, rising up to all rows)."""
 
 
-def _job(bench: _Bench, text: Sequence[RequestTrace]) -> tuple[float, dict[int, Weights]]:
+def _job(bench: _Bench, text: Sequence[RequestTrace]) -> tuple[float, list[tuple[int, Weights]]]:
     began = time.process_time()
     num_held_out = int(len(text) * JOB_HELD_OUT)
     held_out, fresh = text[:num_held_out], text[num_held_out:]
@@ -179,11 +181,11 @@ def _job(bench: _Bench, text: Sequence[RequestTrace]) -> tuple[float, dict[int, 
     state = {name: t.detach().clone() for name, t in model.state_dict().items()}
     drafters = {"new": bench.drafter(state), "old": bench.drafter(bench.state)}
     shadow_scores(drafters, held_out, **ShadowConfig().tree, device=bench.target.device)
-    return time.process_time() - began, {count_rows(text): state}
+    return time.process_time() - began, [(count_rows(text), state)]
 
 
 def _learner(parameters: str, rate: float, share: float, marks: list[tuple[float, float]]) -> Arm:
-    def run(bench: _Bench, text: Sequence[RequestTrace]) -> tuple[float, dict[int, Weights]]:
+    def run(bench: _Bench, text: Sequence[RequestTrace]) -> tuple[float, list[tuple[int, Weights]]]:
         began = time.process_time()
         options = bench.options
         arm = ArmSpec(
@@ -195,13 +197,14 @@ def _learner(parameters: str, rate: float, share: float, marks: list[tuple[float
             learner, bench.drafter(bench.state), bench.drafter(bench.state), **ShadowConfig().tree, min_gain=0.0,
             device=bench.target.device, clock=time.process_time, should_stop=lambda: False, save=lambda: None,
         )  # fmt: skip
-        weights: dict[int, Weights] = {}
+        weights: list[tuple[int, Weights]] = []
         for num in sorted({len(text) >> i for i in range(options.points)} - {0}):
             left = text[:num]
             while left := [t for t in left if not learner.has_read(t)]:
                 for _ in burst.run(left, bench.known):
                     pass  # sure or not, it goes on: what all of the text brings is the question
-            weights[count_rows(text[:num])] = {name: t.detach().clone() for name, t in learner.snapshot().items()}
+            learned = {name: t.detach().clone() for name, t in learner.snapshot().items()}
+            weights.append((count_rows(text[:num]), learned))
         marks.append((burst.train_s, burst.shadow_s))
         return time.process_time() - began, weights
 
@@ -248,21 +251,21 @@ def _compare(options: LearnerOptions, store: TraceStore) -> list[dict[str, Any]]
             marks[name] = []
             arms[name] = _learner(parameters, rate, share, marks[name])
         seconds: dict[str, list[float]] = {name: [] for name in arms}
-        weights: dict[str, dict[int, Weights]] = {}
+        weights: dict[str, list[tuple[int, Weights]]] = {}
         for _ in range(options.repeats):
             for name, arm in arms.items():
                 spent, weights[name] = arm(bench, text)
                 seconds[name].append(spent)
         before, before_known = bench.lengths(state, judged), bench.lengths(state, judged_known)
         for name in arms:
-            curve = [(num_rows, bench.lengths(learned, judged)) for num_rows, learned in weights[name].items()]
-            (num_rows, after), learned = curve[-1], weights[name][curve[-1][0]]
+            curve = [(num_rows, bench.lengths(learned, judged)) for num_rows, learned in weights[name]]
+            (num_rows, after), (_, last) = curve[-1], weights[name][-1]
             spent = sum(seconds[name]) / options.repeats
             shadow = sum(s for _, s in marks.get(name, [])) / options.repeats
             rows.append(
                 {
                     "bucket": bucket, "arm": name, "rows": num_rows, "before": before, "after": after, "curve": curve,
-                    "known_before": before_known, "known_after": bench.lengths(learned, judged_known),
+                    "known_before": before_known, "known_after": bench.lengths(last, judged_known),
                     "seconds": spent, "scoring_s": shadow, "gain_per_s": (after - before) / spent,
                 }
             )  # fmt: skip

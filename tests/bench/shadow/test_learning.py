@@ -37,3 +37,10 @@ def test_every_arm_has_a_row_with_its_gain_per_second(tmp_path):
 def test_a_class_without_prompts_is_refused():
     with pytest.raises(ConfigError, match="buckets must be among"):
         run_learner_bench(LearnerOptions(buckets=("nothing",)), Console(quiet=True))
+
+
+def test_only_a_class_that_nobody_learns_may_have_fewer_prompts():
+    with pytest.raises(ConfigError, match="'tools' must have num_prompts"):
+        run_learner_bench(LearnerOptions(buckets=("tools",), num_prompts=400), Console(quiet=True))
+    with pytest.raises(ConfigError, match="'math' must have num_prompts"):
+        run_learner_bench(LearnerOptions(num_prompts=400, num_judged=8, max_tokens=8), Console(quiet=True))
