@@ -29,6 +29,9 @@ OWN_PREFIX = "~"
 """First character of the tenant that a token without one is; no client can name such a tenant."""
 RELOAD_S = 2.0
 """Period of looking at the token file: how long a new token waits and a withdrawn one still opens."""
+SETTLE_S = 0.1
+"""Time that a changed file must stay as it is before it is taken: an editor that empties a file and then writes it
+would otherwise shut everybody out until the next look."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,11 +120,11 @@ class Tokens:
         self._stop.set()
 
     def reload(self) -> bool:
-        """Take the file if it has changed and is whole; else the tokens stay as they are and the log says why."""
+        """Take the file if it has changed, is settled and whole; else the tokens stay as they are and the log says why."""
         assert self._path is not None, "there is a file"
         try:
             seen = _mark(self._path)
-            if seen == self._seen:
+            if seen == self._seen or self._stop.wait(SETTLE_S) or _mark(self._path) != seen:
                 return False
             self._seen = seen
             self._install(load_token_file(self._path))

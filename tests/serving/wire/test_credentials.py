@@ -2,12 +2,14 @@
 
 import hashlib
 import os
+import time
 
 import pytest
 from fastapi import Request
 
 from paceline.config import ServiceConfig, load_token_file
 from paceline.errors import ConfigError
+from paceline.serving.wire import credentials
 from paceline.serving.wire.credentials import Holder, Tokens, is_foreign_page, is_loopback
 from tests.helpers.api_server import wait_until
 
@@ -76,6 +78,23 @@ def test_a_changed_file_is_taken_without_a_restart_and_a_broken_one_changes_noth
         assert held(tokens, "s3cret-new") is not None
         write(path, "tokens: [{token: s3cret-back, tenant: acme}]")
         wait_until(lambda: held(tokens, "s3cret-back") is not None)
+    finally:
+        tokens.close()
+
+
+def test_a_file_that_is_emptied_and_then_written_shuts_nobody_out(path, monkeypatch):
+    monkeypatch.setattr(credentials, "SETTLE_S", 1.0)
+    tokens = Tokens(file=path, reload_s=0.001).start()
+    try:
+        with path.open("w") as file:  # as an editor writes: truncated first
+            time.sleep(0.1)
+            file.write("tokens:\n  - {token: s3cret-new, tenant: acme}\n")
+            file.flush()
+            time.sleep(0.1)  # half of it is a valid file, too
+            assert held(tokens, "s3cret-a") is not None and tokens.num_reloads == 0
+            file.write("  - {token: s3cret-a, tenant: acme}\n")
+        wait_until(lambda: held(tokens, "s3cret-new") is not None)
+        assert held(tokens, "s3cret-a") is not None and tokens.num_reloads == 1
     finally:
         tokens.close()
 
