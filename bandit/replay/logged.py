@@ -8,6 +8,7 @@ job's gain comes from the gain model fitted on the log (bandit/replay/gain_fit.p
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -208,8 +209,7 @@ def prepare(log: ServiceLog, name: str) -> LoggedService:
     device_s = sum(c.device_s for e in log.epochs for c in e.cells)
     calm_s = device_s - min(max(spent.get("interference", 0.0), 0.0), 0.9 * device_s)
     drafted_s, plain_s = (seconds * calm_s / device_s for seconds in _round_seconds(cells))
-    job_s = spent.get("training", 0.0) + spent.get("shadow", 0.0)
-    during_s = job_s * calm_s / (log.epochs[-1].end - begin)  # device-seconds that serving takes while jobs run
+    during_s = _served_beside_jobs(log)
     swaps = [e.seconds for e in log.entries if e.kind == "staging"]
     static, whole = (sum(c.num_tokens for c in cells if c.group in groups) for groups in ((Group.STATIC,), (Group.STATIC, Group.ADAPTIVE)))  # fmt: skip
     rows_share, rows_before = _rows(log.epochs, labels)
@@ -241,6 +241,21 @@ def _rows(epochs: Sequence[FeedbackLine], labels: tuple[str, ...]) -> tuple[floa
     share = min(max(sum(ended.values()) - sum(begun.values()), 0) / emitted, 1.0)
     own = {b: sum(c.num_tokens for c in epochs[0].cells if c.bucket == b) for b in labels}
     return share, tuple(max(begun.get(b, 0) - share * own[b], 0.0) for b in labels)
+
+
+def _served_beside_jobs(log: ServiceLog) -> float:
+    """Device-seconds that serving would have taken without jobs while jobs ran."""
+    start, end = (np.array([getattr(e, name) for e in log.epochs]) for name in ("start", "end"))  # (E,) each
+    device_s = np.array([sum(c.device_s for c in e.cells) for e in log.epochs])
+    slow_s, jobs = np.zeros(len(log.epochs)), defaultdict[float, float](float)  # by time of booking
+    for entry in log.entries:
+        if entry.kind == "interference":
+            slow_s[min(int(np.searchsorted(end, entry.ts)), len(end) - 1)] += entry.seconds
+        elif entry.kind in ("training", "shadow"):
+            jobs[entry.ts] += entry.seconds  # both are booked when the job ends
+    load = np.maximum(device_s - slow_s, 0.1 * device_s) / (end - start)
+    beside = (np.clip(np.minimum(end, ts) - np.maximum(start, ts - seconds), 0.0, None) for ts, seconds in jobs.items())
+    return float(sum(overlap @ load for overlap in beside))
 
 
 def _round_seconds(cells: list[FeedbackCell]) -> tuple[float, float]:

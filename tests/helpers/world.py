@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import zlib
 from collections.abc import Callable
 
 import numpy as np
 
-from paceline.bandit.beliefs.gain_model import further_share
 from paceline.bandit.beliefs.observation import summed
 from paceline.bandit.controller.controller import Controller, HostContext
 from paceline.config import PolicyConfig
@@ -38,6 +38,8 @@ class World:
         default_factory=lambda: {"calibration": 0.1, "head": 0.62, "full": 1.0}
     )
     static_share: float = 0.1
+    tau_rows: float = 3000.0
+    """Rows after which a job has closed 1 - 1/e of the gap; not the gain model's."""
     step_s: float = 1.0
     seed: int = 0
     off_below: float = 0.0
@@ -130,7 +132,7 @@ class World:
         arm, bucket = self.controller.arm_of(decision), decision.bucket
         base = str(decision.context["base_version"])
         room = max(self.ceilings[bucket] - self.true[base][bucket], 0.0)
-        gain = room * further_share(0, arm.num_rows) * self.arm_power[arm.parameters]
+        gain = room * (1.0 - math.exp(-((arm.num_rows / self.tau_rows) ** 0.5))) * self.arm_power[arm.parameters]
         seen = gain + 0.03 * self.rng.standard_normal()
         lower = seen - 1.645 * 0.03
         accepted = lower > 0

@@ -56,7 +56,7 @@ def test_a_replay_that_does_what_the_log_did_agrees_with_the_ledger_of_the_log(s
 
 def test_what_a_log_says_of_its_service_is_what_the_service_was(service):
     prepared, _, world = service
-    assert prepared.slowdown == pytest.approx(world.slowdown, rel=0.15)
+    assert prepared.slowdown == pytest.approx(world.slowdown, rel=0.1)
     assert prepared.staging_s == pytest.approx(world.outcomes.staging_s)
     assert prepared.holdback_percent == pytest.approx(world.config.holdback_percent, abs=2)
     assert prepared.traffic.rows_share == pytest.approx(world.traffic.rows_share, rel=0.03)
