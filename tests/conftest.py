@@ -7,6 +7,7 @@ clusters, services or browsers, whose time passes in waiting, and the others wit
 """
 
 import functools
+import importlib.util
 import logging
 import os
 import secrets
@@ -32,6 +33,13 @@ if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 _has_accelerator = any(Path(p).exists() for p in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
 os.environ.setdefault("TRITON_INTERPRET", "0" if _has_accelerator else "1")
+
+if importlib.util.find_spec("hypothesis") is not None:  # a machine that runs the gpu tests alone may lack it
+    import hypothesis
+
+    # a first example that took long says that the machine was busy, or that a module was imported, and nothing of the code
+    hypothesis.settings.register_profile("paceline", deadline=None)
+    hypothesis.settings.load_profile("paceline")
 
 
 @functools.cache  # asked once a test

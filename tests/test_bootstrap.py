@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.bootstrap import (
@@ -105,7 +105,6 @@ def test_what_is_left_is_judged_by_the_gain_so_far_grown_with_the_root_of_the_re
     assert pays([0.0] * 7), "too few to tell"
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(-0.5, 0.5), min_size=8, max_size=32), st.floats(0.1, 20.0), st.floats(0.0, 0.3))
 def test_more_gain_or_less_to_pay_never_ends_a_burst(recent, left_s, more):
     if pays(recent, left_s=left_s):

@@ -6,7 +6,7 @@ import math
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.bandit.canary import (
@@ -71,7 +71,6 @@ def ends(
 
 
 # ---- one block ----------------------------------------------------------------------------------------------------
-@settings(deadline=None)
 @given(
     st.lists(st.floats(-3, 3), min_size=2, max_size=6),
     st.integers(1, 5),
@@ -92,7 +91,6 @@ def test_a_block_without_one_of_the_arms_says_nothing():
         assert log_e_values(np.array([[0.1, 5.0], [1.0, 2.0]]), np.array(arms)).tolist() == [0.0, 0.0]
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(-3, 3), min_size=2, max_size=8), st.data())
 def test_a_slower_canary_never_speaks_more_for_itself(scores, data):
     """Hence the test of 'slower by the margin or more' holds for every larger loss too."""

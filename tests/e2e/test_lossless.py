@@ -75,7 +75,7 @@ operation = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(
     start=st.sampled_from(DRAFTERS),
     num_pages=st.sampled_from([17, 24, 40, 200]),

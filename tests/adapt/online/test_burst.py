@@ -68,7 +68,7 @@ def unread(learner):
     return [t for t in OWN if not learner.has_read(t)]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.lists(st.integers(0, 60), max_size=4), st.booleans())
 def test_every_request_is_read_once_and_never_scored_after_it_was_learned(stops, is_lost):
     """Bursts stopped after any number of looks; with `is_lost` the state of the last save is all that the next one has."""

@@ -61,7 +61,7 @@ def majority(classes: TrafficClasses, vectors: np.ndarray) -> tuple[str, float]:
     return name, count / len(vectors)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(seed=st.integers(0, 10_000), num=st.integers(2, 5))
 def test_every_kind_gets_a_class_of_its_own_whatever_the_order(seed, num):
     kinds = [prompts(c, 80, i) for i, c in enumerate(centres(num, seed=3))]

@@ -35,7 +35,7 @@ def test_never_trains_nothing_and_says_so_once():
     assert w.controller.drain()[1] == []
 
 
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=16)
 @given(cut=st.integers(1, 110), seed=st.integers(0, 3), policy=st.sampled_from(sorted(POLICIES)))
 def test_a_controller_restored_at_any_second_continues_identically_under_every_policy(cut, seed, policy):
     straight, broken = world(policy, seed=seed), world(policy, seed=seed)

@@ -143,9 +143,7 @@ def check(service: Service, reference: Service) -> None:
 EVERY_FAULT = [(FAULTS[i % len(FAULTS)], {9: "pin", 14: "unpin"}.get(i, "")) for i in range(40)]
 
 
-@settings(
-    max_examples=8, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate]
-)  # shrinking takes minutes
+@settings(max_examples=8, phases=[Phase.explicit, Phase.reuse, Phase.generate])  # shrinking takes minutes
 @given(
     steps=st.lists(
         st.tuples(st.sampled_from(FAULTS), st.sampled_from(["", "", "", "", "pin", "unpin"])), min_size=8, max_size=36

@@ -105,7 +105,7 @@ def test_a_usable_model_makes_the_doubly_robust_error_no_larger_than_that_of_ips
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000), n=st.integers(30, 120))
 def test_the_logged_policy_itself_is_valued_at_what_was_logged(seed, n):
     decisions = log(np.random.default_rng(seed), n)
@@ -114,7 +114,7 @@ def test_the_logged_policy_itself_is_valued_at_what_was_logged(seed, n):
     assert found.effective_decisions == pytest.approx(n) and found.mean_weight == pytest.approx(1.0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 10_000))
 def test_an_exact_model_of_noiseless_rewards_leaves_nothing_to_chance(seed):
     decisions = log(np.random.default_rng(seed), 60, noise=0.0)

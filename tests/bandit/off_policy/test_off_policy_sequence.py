@@ -74,7 +74,7 @@ def test_a_usable_model_makes_the_error_no_larger_than_that_of_importance_sampli
     assert np.mean([n.ips_s for n in found]) == pytest.approx(truth, abs=4 * ips / 20)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(realised=st.lists(st.floats(-5, 5), min_size=1, max_size=12))
 def test_where_both_policies_are_certain_of_the_same_the_realised_net_stands(realised):
     n = estimate(Trajectory(realised_s=realised, branches=[], start_s=[0.0], is_act=[True] * len(realised), realised_error_s=2.0))  # fmt: skip

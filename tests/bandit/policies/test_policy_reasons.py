@@ -69,7 +69,7 @@ def views(draw):
     )  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(view=views(), name=st.sampled_from(sorted(POLICIES)), seed=st.integers(0, 5))
 def test_every_choice_on_random_views_is_explained_and_consistent(view, name, seed):
     choice = make_policy(name).choose(view, np.random.default_rng(seed))

@@ -21,7 +21,7 @@ def test_the_bound_is_the_best_plan_where_nothing_is_relaxed(seed):
 
 
 @given(seed=st.integers(0, 10_000), forgetting=st.floats(0, 0.6), slowdown=st.floats(0, 0.2))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_no_plan_of_a_tiny_service_beats_the_bound(seed, forgetting, slowdown):
     traffic, outcomes = tiny(seed, 2, forgetting)
     traffic.tokens[4:] = 0.0  # keeps the search small

@@ -88,7 +88,7 @@ def test_a_job_in_flight_at_the_end_is_charged_for_what_it_ran():
     batch_size=st.sampled_from([1, 4, 64]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_reported_feedback_adds_up_to_about_the_demand(recurrence, load, batch_size, seed):
     cell = Scenario(name="x", recurrence=recurrence, load=load, batch_size=batch_size, duration_s=600.0, regime_s=200.0)
     traffic, outcomes = draw_world(cell, seed)

@@ -150,7 +150,6 @@ def test_a_formula_and_the_table_of_its_points_give_the_same_runs():
         assert points.num_jobs == formula.num_jobs and points.net_s == pytest.approx(formula.net_s, rel=1e-2, abs=0.1)
 
 
-@settings(deadline=None)
 @given(rows=st.integers(1, 16_384))
 def test_a_job_of_the_first_drafter_reaches_what_the_curve_says_for_its_seconds(rows):
     world = table_of(WORLD)
@@ -211,7 +210,7 @@ def test_failures_come_at_their_rates():
 
 
 @given(seed=st.integers(0, 10_000), share=st.floats(0, 1), back=st.floats(0, 1))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 def test_no_plan_beats_the_bound_where_learning_carries_over(seed, share, back):
     traffic, outcomes = tiny(seed, 2, 0.2)
     outcomes.transfer[:] = off_diagonal(2, share)

@@ -4,7 +4,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.bench.replay import charts
@@ -53,7 +53,6 @@ def test_a_page_with_many_cells_stays_far_below_a_plotting_library(tmp_path):
     assert len(page) < 2_000_000
 
 
-@settings(deadline=None)
 @given(mean=FIGURES, half=st.floats(0, 1e6), ends=st.booleans())
 def test_dots_of_any_figures_stay_within_the_chart(mean, half, ends):
     point = (mean, mean - half, mean + half) if ends else (mean, None, None)
@@ -62,7 +61,6 @@ def test_dots_of_any_figures_stay_within_the_chart(mean, half, ends):
     assert charts.LABELS <= float(dot.get("cx")) <= charts.WIDTH
 
 
-@settings(deadline=None)
 @given(values=st.lists(FIGURES, min_size=1, max_size=5))
 def test_lines_of_any_figures_stay_within_the_chart(values):
     times = [10.0 * i for i in range(len(values))]

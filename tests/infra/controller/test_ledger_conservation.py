@@ -210,7 +210,7 @@ LOSSES = ("none", "alive", "dead", "before", "after", "torn")
 
 @pytest.mark.slow
 @settings(
-    max_examples=3, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    max_examples=3, phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(
@@ -237,7 +237,7 @@ def test_no_fault_of_the_controller_changes_the_ledger(shared_redis, tmp_path, f
 
 @pytest.mark.slow
 @settings(
-    max_examples=4, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    max_examples=4, phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 @given(steps=st.lists(st.tuples(st.sampled_from(LOSSES), st.integers(0, 14)), min_size=3, max_size=8))

@@ -101,7 +101,7 @@ SEEDS = st.integers(0, 10_000)
 
 
 @given(seed=SEEDS, flush=st.integers(1, 30), percent=st.sampled_from([0, PERCENT]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_traffic_of_sums_is_that_of_rows(seed, flush, percent):
     """Against a count row by row."""
     parts = traffic(seed, 8, START)
@@ -131,7 +131,7 @@ def test_traffic_of_sums_is_that_of_rows(seed, flush, percent):
 
 
 @given(seed=SEEDS, flush=st.integers(1, 30))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_the_evidence_of_a_canary_is_that_of_rows(seed, flush):
     """However rounds are cut into batches, the same requests end in the same strata with the same evidence."""
     parts = traffic(seed, 40, START)
@@ -153,7 +153,7 @@ def test_the_evidence_of_a_canary_is_that_of_rows(seed, flush):
 
 
 @given(seed=SEEDS, flush=st.integers(1, 30))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_the_policy_learns_from_sums_what_it_learns_from_rows(seed, flush):
     """Meters, regimes, scores, savings and the ledger of a few epochs."""
     found = []

@@ -112,7 +112,7 @@ def test_one_cut_at_every_event(kind: str, has_drafter: bool) -> None:
             assert [(e.token_ids, e.stats.num_rounds) for e in events] == [(e.token_ids, e.stats.num_rounds) for e in whole]  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     kind=st.sampled_from(list(PARAMS)),
     has_drafter=st.booleans(),

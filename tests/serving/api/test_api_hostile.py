@@ -187,7 +187,7 @@ COMPLETION = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     body=st.tuples(st.just("/v1/chat/completions"), CHAT)
     | st.tuples(st.just("/v1/completions"), COMPLETION)

@@ -34,7 +34,7 @@ def staircase(rows):
     return 4e-3 + 1.5e-3 * ((rows + 3) // 4)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 10_000),
     num_requests=st.integers(1, 4),

@@ -36,7 +36,7 @@ def longest_end(text, tokens, max_length):
     return 0
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=TEXTS, query=TEXTS, max_length=st.integers(1, 6))
 def test_matches_counts_and_newest_ends_equal_a_search_through_the_text(text, query, max_length):
     automaton = SuffixAutomaton(max_length)
@@ -56,7 +56,7 @@ def test_matches_counts_and_newest_ends_equal_a_search_through_the_text(text, qu
                     assert counted(automaton, state) == followers(seen, tokens[len(tokens) - length :])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=TEXTS, query=TEXTS, max_length=st.integers(1, 6))
 def test_advancing_token_by_token_equals_matching_the_whole(text, query, max_length):
     automaton = SuffixAutomaton(max_length)

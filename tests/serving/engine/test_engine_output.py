@@ -91,7 +91,7 @@ def oracle(num_requests: int) -> OracleDrafter:
     return OracleDrafter({f"r{i}": [*PROMPT, *greedy(num_tokens=40)] for i in range(num_requests)})
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     num_pages=st.sampled_from([12, 17, 64]),
     num_tokens=st.integers(1, 24),

@@ -214,7 +214,7 @@ def reference(prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
     return greedy(prompt, num_tokens)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     picks=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 23), st.integers(-1, 1)), min_size=2, max_size=7),
     num_pages=st.sampled_from([16, 24, 64]),

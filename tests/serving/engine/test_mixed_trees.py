@@ -51,7 +51,7 @@ def alone(first: str, live: str, policy: str, prompt: int, group: Group) -> tupl
     return tuple(outputs.tokens[name])
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(
     first=st.sampled_from(NETWORKS),
     live=st.sampled_from(DRAFTERS),

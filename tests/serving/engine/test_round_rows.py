@@ -216,7 +216,7 @@ def decode(r: Round) -> torch.Tensor:
     return out.features
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     context_lens=st.lists(st.integers(1, 14), min_size=1, max_size=5),
     num_nodes=st.lists(st.integers(0, MAX_NODES), min_size=5, max_size=5),

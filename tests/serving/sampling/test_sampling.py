@@ -123,7 +123,7 @@ def test_draw_depends_on_seed_and_position_only():
 
 
 @given(seed=st.integers(-(2**70), 2**70), first=st.integers(0, 2**40), offsets=st.lists(st.integers(0, 40), min_size=1))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_lone_request_gets_the_uniforms_of_a_batch(seed, first, offsets):
     batch = SamplingBatch.from_params([SamplingParams(temperature=1.0)], [seed])
     positions = torch.tensor(offsets) + first

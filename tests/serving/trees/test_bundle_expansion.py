@@ -44,7 +44,7 @@ def test_scores_that_depend_on_the_parent_grow_the_published_tree_too(batch, wid
             assert [got[p] for p in want] == pytest.approx(list(want.values()), rel=1e-4)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     seed=st.integers(0, 10**6), is_product=st.booleans(), batch=st.sampled_from([1, 2]), size=st.integers(1, 30),
     slots=st.integers(1, 6), width=st.integers(1, 5), bundle=st.integers(1, 6),

@@ -91,7 +91,7 @@ PIECES = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(form=st.sampled_from([HERMES, LLAMA, MARKED]), parts=st.lists(PIECES, max_size=25), cuts=st.randoms())
 def test_no_text_breaks_the_parser_and_no_cut_changes_what_is_read(form, parts, cuts) -> None:
     text = "".join(parts)
