@@ -26,6 +26,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 import redis
+from redis.client import Pipeline
 from redis.exceptions import ResponseError, WatchError
 
 from paceline.adapt.data.blob_io import open_store, write_atomic
@@ -51,6 +52,8 @@ logger = logging.getLogger(__name__)
 MAX_DECISIONS = 5_000
 MAX_LEDGER = 5_000
 """Latest ledger entries held in memory for dashboards; the log keeps all."""
+MAX_UNFILED = 1_000
+"""Latest commits whose lines are kept where the log file cannot be written: at one a second a quarter of an hour."""
 MAX_NOTES = 50
 COMMIT_ENTRIES = 2000
 """Stream entries after which a commit is due: half a second of 1,000 busy replicas, a fifth of what the stream keeps."""
@@ -256,13 +259,15 @@ class ControllerStore:
             self._fs, root = open_store(config.snapshots or folder)
             self._path = f"{root}/{snapshot_name(config.target_version)}"
         self._log_file = None if folder is None else LogFile(folder / DECISIONS, calls.run)
-        self._num_filed = 0
-        """Ledger entries that the log file has; the others are written back when Redis loses its data."""
+        self._unfiled: deque[_Unfiled] = deque(maxlen=MAX_UNFILED)
+        """Commits whose lines the log file may not have, oldest first: what Redis loses of them is written back."""
         self.owner = uuid.uuid4().hex
         self.epoch = 0
         self.num_state_bytes = 0
         """Bytes of state written so far."""
         self._parts = self._next_parts = _Parts()
+        self._made = _Unfiled(0, 0, Commit())
+        """The commit of the last transaction, which may not have happened."""
         self._told = TrafficClasses()
         self.decisions: dict[int, Decision] = {}
         self.ledger: deque[LedgerEntry] = deque(maxlen=MAX_LEDGER)
@@ -285,7 +290,7 @@ class ControllerStore:
                     raise
         return transaction()
 
-    def _acquire_epoch(self, at_least: int) -> int:
+    def _acquire_epoch(self, at_least: int, queue: Callable[[Pipeline], None] = lambda pipe: None) -> int:
         with self.client.pipeline(transaction=True) as pipe:
             for _ in range(_MAX_TRIES):
                 try:
@@ -294,7 +299,8 @@ class ControllerStore:
                     epoch = max(number, at_least, self.epoch) + 1
                     pipe.multi()
                     pipe.set(self.keys.epoch, f"{epoch}:{self.owner}")
-                    pipe.execute()
+                    queue(pipe)
+                    self._note_lines(pipe.execute(), self._unfiled)
                 except WatchError:
                     continue
                 self.epoch = epoch
@@ -335,13 +341,13 @@ class ControllerStore:
                 if self.client.exists(key):
                     self.client.rename(key, f"{key}:damaged:{self.epoch}")
         if found.is_of_file:
-            self._with_room(self._write_back)
+            self._write_back(state.epoch)
             logger.info("controller state restored from %s", self._path)
         elif state.commit:
             self._parts = _Parts(bins=frozenset(number for number, _ in state.traffic.bins))
         else:
             self.begin_ledger(state)
-        self._num_filed, self._told = state.num_booked, state.classes.published
+        self._told = state.classes.published
         lines = self._log_lines(is_known=bool(state.commit) and not found.is_of_file)
         self.ledger = deque(list(held_entries(lines, state.num_booked))[::-1], maxlen=MAX_LEDGER)
         return state
@@ -399,15 +405,17 @@ class ControllerStore:
             snapshot = _SnapshotFile(state=state, decisions=list(self.decisions.values()))
             self.calls.run(write_atomic, self._fs, self._path, encode(snapshot))
 
-    def copy_log(self, state: HostState) -> None:
+    def copy_log(self) -> None:
         """Append to the log file what the log stream has more."""
         if self._log_file is not None:
             self._log_file.sync(self.client, self.keys)
-            self._num_filed = state.num_booked
+            last = _order(self._log_file.last_id())
+            while self._unfiled and self._unfiled[0].last_line <= last:
+                self._unfiled.popleft()
 
     def begin_ledger(self, state: HostState) -> None:
         """Number entries and decisions anew from 1: the policy forgot what it had decided. The log keeps them."""
-        state.num_booked = self._num_filed = 0
+        state.num_booked = 0
         self.ledger.clear()
         self.decisions.clear()
         self.client.delete(self.keys.decisions)
@@ -418,8 +426,10 @@ class ControllerStore:
         Raises: FencedError when another controller took over; redis errors (then call again with the same arguments).
         """
         if commit.is_uncertain and (written := self._written(state.commit + 1)) is not None:
+            newest: Any = self.client.xrevrange(self.keys.log, count=1)
             state.commit, state.desired, state.history = written.commit, written.desired, written.history
             self._remember(state, commit)
+            self._note_lines([entry_id for entry_id, _ in newest], self._unfiled)
             return
         self._with_room(lambda: self._transact(state, commit))
 
@@ -437,13 +447,13 @@ class ControllerStore:
                 return
         raise FencedError("the controller's keys keep changing under it; run one controller per service")
 
-    def _execute(self, pipe: redis.client.Pipeline, state: HostState, commit: Commit) -> None:
+    def _execute(self, pipe: Pipeline, state: HostState, commit: Commit) -> None:
         keys = self.keys
         pipe.watch(keys.epoch, keys.desired)
         epoch, owner = _parse_epoch(pipe.get(keys.epoch))  # type: ignore[arg-type]
         if owner is None:
             pipe.unwatch()
-            self._rebuild(state, commit)
+            self._write_back(state.epoch)
             raise WatchError("redis lost its data")
         if owner != self.owner:
             pipe.unwatch()
@@ -465,10 +475,12 @@ class ControllerStore:
             history=_with_version(state.history, state_desired),
         )  # fmt: skip
         is_held = held == msgspec.msgpack.encode(state.commit)
+        lost = [] if is_held else [made for made in self._unfiled if made.number > _number(held, state.commit)]
         self._next_parts, changed, gone = _parts_of(written, self._parts if is_held else None)
         pipe.multi()
         if not is_held:
             pipe.delete(keys.state)
+            self._queue_decisions(pipe)
         pipe.hset(keys.state, mapping=changed)
         if gone:
             pipe.hdel(keys.state, *gone)
@@ -476,13 +488,11 @@ class ControllerStore:
             pipe.xack(keys.feedback, FEEDBACK_GROUP, *commit.ack_ids)
             if not self._config.keep_rows:
                 pipe.xdel(keys.feedback, *commit.ack_ids)
-        if commit.decisions:
-            pipe.hset(keys.decisions, mapping={str(d.decision_id): encode(d) for d in commit.decisions})
-            for d in commit.decisions:
-                queue_log(pipe, keys, "decision", msgspec.to_builtins(d))
-        _queue_ledger(pipe, keys, commit.ledger, state.num_booked)
-        for kind, values in commit.log:
-            queue_log(pipe, keys, kind, values)
+        for made in lost:
+            _queue_lines(pipe, keys, made.commit, made.num_booked)
+            if made.commit.desired is not None:
+                queue_log(pipe, keys, "desired", msgspec.to_builtins(made.commit.desired))
+        _queue_lines(pipe, keys, commit, state.num_booked)
         if is_aside:  # for whoever wants to look into it; nothing reads it again
             pipe.rename(keys.classes, f"{keys.classes}:damaged:{self.epoch}")
         if ("classes" in changed or commit.mends_classes) and written.classes.published.rev:
@@ -496,7 +506,10 @@ class ControllerStore:
         excess = len(self.decisions) + len(commit.decisions) - MAX_DECISIONS
         if excess > 0:
             pipe.hdel(keys.decisions, *[str(i) for i in list(self.decisions)[:excess]])
-        pipe.execute()
+        self._made = _Unfiled(written.commit, state.num_booked, commit)
+        self._note_lines(pipe.execute(), [*lost, self._made])
+        if lost:
+            logger.warning("redis had lost %d commits; their lines are in the log again", len(lost))
         self.num_state_bytes += sum(map(len, changed.values()))
         state.commit, state.epoch = written.commit, written.epoch
         state.desired, state.history = written.desired, written.history
@@ -522,30 +535,50 @@ class ControllerStore:
         stored = read_state(self.client, self.keys)
         return stored if stored is not None and stored.commit >= number else None
 
-    def _rebuild(self, state: HostState, commit: Commit) -> None:
-        """Redis lost its data (flush, new server): write back what this controller knows and the log file does not."""
-        self.acquire_epoch(at_least=state.epoch)
-        num_committed = state.num_booked - len(commit.ledger)
-        num_unfiled = min(max(num_committed - self._num_filed, 0), len(self.ledger))
-        entries = list(self.ledger)[len(self.ledger) - num_unfiled :]
-        self._with_room(lambda: self._write_back(entries, num_committed))
-
-    def _write_back(self, entries: list[LedgerEntry] | None = None, num_booked: int = 0) -> None:
-        with self.client.pipeline(transaction=True) as pipe:
-            if self.decisions:
-                pipe.hset(self.keys.decisions, mapping={str(i): encode(d) for i, d in self.decisions.items()})
-            _queue_ledger(pipe, self.keys, entries or [], num_booked)
-            queue_log(pipe, self.keys, "note", {"text": "redis lost its data; restored by the controller"})
-            pipe.execute()
+    def _write_back(self, epoch: int) -> None:
+        """Redis lost its data (flush, new server): take over, and write what this controller knows and the log file may not."""
+        self._with_room(lambda: self._acquire_epoch(epoch, self._queue_all))
         logger.warning("redis lost its data; %d decisions written back", len(self.decisions))
+
+    def _queue_decisions(self, pipe: Pipeline) -> None:
+        if self.decisions:
+            pipe.hset(self.keys.decisions, mapping={str(i): encode(d) for i, d in self.decisions.items()})
+
+    def _queue_all(self, pipe: Pipeline) -> None:
+        self._queue_decisions(pipe)
+        for made in self._unfiled:
+            _queue_lines(pipe, self.keys, made.commit, made.num_booked)
+        queue_log(pipe, self.keys, "note", {"text": "redis lost its data; restored by the controller"})
+
+    @staticmethod
+    def _note_lines(replies: Iterable[Any], commits: Iterable[_Unfiled]) -> None:
+        """Note what the latest line of the log is, of those that a transaction appended for these commits among others."""
+        last = max(
+            (_order(r.decode()) for r in replies if isinstance(r, bytes)), default=(0, 0)
+        )  # only XADD says bytes
+        for made in commits:
+            made.last_line = max(made.last_line, last)
 
     def _remember(self, state: HostState, commit: Commit) -> None:
         self._parts = self._next_parts
         state.traffic.touched.clear()
         self.decisions.update({d.decision_id: d for d in commit.decisions})
         self.ledger.extend(commit.ledger)
+        self._unfiled.append(self._made)
         for old in list(self.decisions)[: max(0, len(self.decisions) - MAX_DECISIONS)]:
             del self.decisions[old]
+
+
+@dataclass(slots=True)
+class _Unfiled:
+    """A commit whose lines the log file may not have."""
+
+    number: int
+    num_booked: int
+    """Entries of the ledger up to its last one."""
+    commit: Commit
+    last_line: tuple[int, int] = (0, 0)
+    """Stream id of the latest line that was appended with its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -683,7 +716,7 @@ class Books:
         now = self.clock.now()
         self._commit_due = now + self.config.commit_every_s
         try:
-            self.store.copy_log(self.state)
+            self.store.copy_log()
             if now >= self._file_due and self.state.commit != self._file_commit:
                 self._file_due, self._file_commit = now + self.config.snapshot_every_s, self.state.commit
                 self.store.save_file(self.state)
@@ -709,10 +742,30 @@ def held_entries(lines: Iterable[dict[str, Any]], num_booked: int, limit: int = 
             yield msgspec.convert(line, LedgerEntry)
 
 
-def _queue_ledger(pipe: redis.client.Pipeline, keys: Keys, entries: list[LedgerEntry], num_booked: int) -> None:
-    """Append the last entries of a ledger of `num_booked` to the log."""
-    for number, entry in enumerate(entries, num_booked - len(entries) + 1):
+def _queue_lines(pipe: Pipeline, keys: Keys, commit: Commit, num_booked: int) -> None:
+    """Append to the log what a commit says; a ledger of `num_booked` ends with its entries."""
+    if commit.decisions:
+        pipe.hset(keys.decisions, mapping={str(d.decision_id): encode(d) for d in commit.decisions})
+        for d in commit.decisions:
+            queue_log(pipe, keys, "decision", msgspec.to_builtins(d))
+    for number, entry in enumerate(commit.ledger, num_booked - len(commit.ledger) + 1):
         queue_log(pipe, keys, "ledger", {**msgspec.to_builtins(entry), "number": number})
+    for kind, values in commit.log:
+        queue_log(pipe, keys, kind, values)
+
+
+def _order(stream_id: str) -> tuple[int, int]:
+    """A stream id as numbers that compare as it does."""
+    time_ms, _, number = stream_id.partition("-")
+    return int(time_ms), int(number or 0)
+
+
+def _number(held: bytes | None, known: int) -> int:
+    """Number of the commit that Redis holds; `known` where it cannot be told: then only the state is damaged."""
+    try:
+        return min(msgspec.msgpack.decode(held or b"", type=int), known)
+    except msgspec.DecodeError:
+        return known
 
 
 def _parse_epoch(value: bytes | None) -> tuple[int, str | None]:

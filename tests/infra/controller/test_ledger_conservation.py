@@ -20,6 +20,7 @@ from paceline.infra.controller.jobs import WorkerLease
 from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.desired import ensure_first_version, read_desired, write_report
 from paceline.infra.state.export import log_records
+from paceline.infra.state.log import LogFile
 from paceline.infra.state.redis_clients import Keys, patient_client
 from paceline.machine import ManualClock
 from tests.helpers.faults import MODES, Fault, Killed
@@ -157,8 +158,21 @@ class Service:
 
     def lose_redis(self) -> None:
         """Redis comes back empty."""
-        for key in self.client.scan_iter(f"{self.keys.base}:*".replace("{", "?").replace("}", "?")):
+        for key in self._names():
             self.client.delete(key)
+
+    def _names(self) -> list[bytes]:
+        return list(self.client.scan_iter(f"{self.keys.base}:*".replace("{", "?").replace("}", "?")))
+
+    def dumped(self) -> dict[bytes, bytes]:
+        """What Redis holds, as `lose_since` takes it."""
+        return {name: self.client.dump(name) for name in self._names()}
+
+    def lose_since(self, dumped: dict[bytes, bytes]) -> None:
+        """Redis comes back without its latest transactions: killed before it wrote them to its file, or a fail-over."""
+        self.lose_redis()
+        for name, value in dumped.items():
+            self.client.restore(name, 0, value)
 
 
 def held(service: Service) -> tuple[dict[str, LedgerEntry], dict[int, Decision]]:
@@ -169,7 +183,7 @@ def held(service: Service) -> tuple[dict[str, LedgerEntry], dict[int, Decision]]
 
 def check_books(service: Service) -> None:
     """Entries are neither lost nor doubled wherever they are read, and all sums are those of the entries."""
-    service.host.session.books.store.copy_log(service.host.session.state)
+    service.host.session.books.store.copy_log()
     entries, _ = held(service)
     session = service.host.session
     assert list(session.books.store.ledger) == list(entries.values())
@@ -205,7 +219,7 @@ def file_faults():
 
 
 EVERY_FAULT = [(FAULTS[i % len(FAULTS)], i // len(FAULTS), {5: "pin", 9: "unpin"}.get(i, "")) for i in range(24)]
-LOSSES = ("none", "alive", "dead", "before", "after", "torn")
+LOSSES = ("none", "alive", "dead", "latest", "unfiled", "before", "after", "torn")
 
 
 @pytest.mark.slow
@@ -235,6 +249,10 @@ def test_no_fault_of_the_controller_changes_the_ledger(shared_redis, tmp_path, f
         assert service.fault.fired == set(MODES)
 
 
+def _cannot(*args: object) -> int:
+    raise OSError("the disk is full")
+
+
 @pytest.mark.slow
 @settings(
     max_examples=4, phases=[Phase.explicit, Phase.reuse, Phase.generate],
@@ -242,14 +260,22 @@ def test_no_fault_of_the_controller_changes_the_ledger(shared_redis, tmp_path, f
 )  # fmt: skip
 @given(steps=st.lists(st.tuples(st.sampled_from(LOSSES), st.integers(0, 14)), min_size=3, max_size=8))
 @example(steps=[("none", 0), ("alive", 0), ("none", 0), ("dead", 0), ("after", 4), ("dead", 0), ("none", 0)])
+@example(steps=[("none", 0), ("latest", 0), ("unfiled", 0), ("none", 0), ("unfiled", 0), ("unfiled", 0), ("dead", 0)])
 def test_what_redis_loses_comes_back_from_the_files_and_no_sum_is_wrong(shared_redis, tmp_path, file_faults, steps):
     service = Service(shared_redis.url, tmp_path, 0)
     file_faults(service.fault)
     for loss, at in steps:
-        before = service.host.session.state.num_booked
-        service.step(loss if loss in MODES else "none", at, "")
+        before, dumped = service.host.session.state.num_booked, service.dumped()
+        with pytest.MonkeyPatch.context() as patch:
+            if loss == "unfiled":
+                patch.setattr(LogFile, "sync", _cannot)
+            service.step(loss if loss in MODES else "none", at, "")
         if loss in ("alive", "dead"):
             service.lose_redis()
+        if loss in ("latest", "unfiled"):
+            service.lose_since(dumped)
+            service.traffic(1)
+            service.clock.advance(STEP_S)
         if loss == "dead":
             service.host = service.start()
         service.one_pass()
