@@ -16,7 +16,6 @@ from paceline.bandit.replay.logged import logged_outcomes, logged_settings
 from paceline.bandit.replay.simulate import policy_config
 from paceline.contracts import Decision
 from paceline.errors import ConfigError
-from tests.bandit.off_policy.conftest import serve
 
 
 def test_the_realised_net_is_what_the_ledger_booked(served):
@@ -27,7 +26,7 @@ def test_the_realised_net_is_what_the_ledger_booked(served):
     assert world.num_jobs >= 1
 
 
-def test_every_epoch_is_rebuilt_and_the_logged_policy_would_mostly_do_what_it_did():
+def test_every_epoch_is_rebuilt_and_the_logged_policy_would_mostly_do_what_it_did(serve):
     """Between holding and a burst whose value is near zero a rebuilt belief may tip; over five worlds few do."""
     same = []
     for seed in range(5):
