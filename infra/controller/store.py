@@ -506,7 +506,7 @@ class ControllerStore:
         excess = len(self.decisions) + len(commit.decisions) - MAX_DECISIONS
         if excess > 0:
             pipe.hdel(keys.decisions, *[str(i) for i in list(self.decisions)[:excess]])
-        self._made = _Unfiled(written.commit, state.num_booked, commit)
+        self._made = _Unfiled(written.commit, state.num_booked, replace(commit, ack_ids=[], delete=[]))  # thousands
         self._note_lines(pipe.execute(), [*lost, self._made])
         if lost:
             logger.warning("redis had lost %d commits; their lines are in the log again", len(lost))
