@@ -259,6 +259,8 @@ class ControllerStore:
             self._fs, root = open_store(config.snapshots or folder)
             self._path = f"{root}/{snapshot_name(config.target_version)}"
         self._log_file = None if folder is None else LogFile(folder / DECISIONS, calls.run)
+        self._filed = (0, 0)
+        """Stream id of the log file's last line."""
         self._unfiled: deque[_Unfiled] = deque(maxlen=MAX_UNFILED)
         """Commits whose lines the log file may not have, oldest first: what Redis loses of them is written back."""
         self.owner = uuid.uuid4().hex
@@ -294,7 +296,7 @@ class ControllerStore:
         with self.client.pipeline(transaction=True) as pipe:
             for _ in range(_MAX_TRIES):
                 try:
-                    pipe.watch(self.keys.epoch)
+                    pipe.watch(self.keys.epoch, self.keys.log)
                     number, _ = _parse_epoch(pipe.get(self.keys.epoch))  # type: ignore[arg-type]
                     epoch = max(number, at_least, self.epoch) + 1
                     pipe.multi()
@@ -341,6 +343,8 @@ class ControllerStore:
                 if self.client.exists(key):
                     self.client.rename(key, f"{key}:damaged:{self.epoch}")
         if found.is_of_file:
+            if self._log_file is not None:
+                self._filed = _order(self.calls.run(self._log_file.last_id))
             self._write_back(state.epoch)
             logger.info("controller state restored from %s", self._path)
         elif state.commit:
@@ -352,6 +356,10 @@ class ControllerStore:
         self.ledger = deque(list(held_entries(lines, state.num_booked))[::-1], maxlen=MAX_LEDGER)
         return state
 
+    def _sync(self, file: LogFile) -> None:
+        file.sync(self.client, self.keys)
+        self._filed = _order(file.last_id())
+
     def _log_lines(self, *, is_known: bool) -> Iterable[dict[str, Any]]:
         """Lines of the log, the latest first: of its file, where that can be brought up to date, else of the stream.
 
@@ -361,7 +369,7 @@ class ControllerStore:
             try:
                 if is_known:
                     self.calls.run(adopt_state, self._folder, self._config.target_version)
-                self._log_file.sync(self.client, self.keys)
+                self._sync(self._log_file)
                 return self._log_file.newest_first()
             except (OSError, StorageHangsError) as e:  # must not keep the controller from deciding
                 logger.error("the log file %s cannot be read or written: %s", self._log_file.path, e)
@@ -408,9 +416,8 @@ class ControllerStore:
     def copy_log(self) -> None:
         """Append to the log file what the log stream has more."""
         if self._log_file is not None:
-            self._log_file.sync(self.client, self.keys)
-            last = _order(self._log_file.last_id())
-            while self._unfiled and self._unfiled[0].last_line <= last:
+            self._sync(self._log_file)
+            while self._unfiled and self._unfiled[0].last_line <= self._filed:
                 self._unfiled.popleft()
 
     def begin_ledger(self, state: HostState) -> None:
@@ -449,7 +456,7 @@ class ControllerStore:
 
     def _execute(self, pipe: Pipeline, state: HostState, commit: Commit) -> None:
         keys = self.keys
-        pipe.watch(keys.epoch, keys.desired)
+        pipe.watch(keys.epoch, keys.desired, keys.log)
         epoch, owner = _parse_epoch(pipe.get(keys.epoch))  # type: ignore[arg-type]
         if owner is None:
             pipe.unwatch()
@@ -475,7 +482,8 @@ class ControllerStore:
             history=_with_version(state.history, state_desired),
         )  # fmt: skip
         is_held = held == msgspec.msgpack.encode(state.commit)
-        lost = [] if is_held else [made for made in self._unfiled if made.number > _number(held, state.commit)]
+        num_lost = 0 if is_held else state.commit - _number(held, state.commit)
+        lost = [made for made in self._unfiled if made.number > state.commit - num_lost]
         self._next_parts, changed, gone = _parts_of(written, self._parts if is_held else None)
         pipe.multi()
         if not is_held:
@@ -488,6 +496,10 @@ class ControllerStore:
             pipe.xack(keys.feedback, FEEDBACK_GROUP, *commit.ack_ids)
             if not self._config.keep_rows:
                 pipe.xdel(keys.feedback, *commit.ack_ids)
+        if num_lost:
+            self._queue_loss(
+                pipe, f"redis lost its latest {num_lost} commits; {len(lost)} were in no file and follow again"
+            )
         for made in lost:
             _queue_lines(pipe, keys, made.commit, made.num_booked)
             if made.commit.desired is not None:
@@ -508,8 +520,8 @@ class ControllerStore:
             pipe.hdel(keys.decisions, *[str(i) for i in list(self.decisions)[:excess]])
         self._made = _Unfiled(written.commit, state.num_booked, replace(commit, ack_ids=[], delete=[]))  # thousands
         self._note_lines(pipe.execute(), [*lost, self._made])
-        if lost:
-            logger.warning("redis had lost %d commits; their lines are in the log again", len(lost))
+        if num_lost:
+            logger.warning("redis had lost its latest %d commits; it has them again", num_lost)
         self.num_state_bytes += sum(map(len, changed.values()))
         state.commit, state.epoch = written.commit, written.epoch
         state.desired, state.history = written.desired, written.history
@@ -546,9 +558,20 @@ class ControllerStore:
 
     def _queue_all(self, pipe: Pipeline) -> None:
         self._queue_decisions(pipe)
+        self._queue_loss(pipe, "redis lost its data; restored by the controller")
         for made in self._unfiled:
             _queue_lines(pipe, self.keys, made.commit, made.num_booked)
-        queue_log(pipe, self.keys, "note", {"text": "redis lost its data; restored by the controller"})
+
+    def _queue_loss(self, pipe: Pipeline, text: str) -> None:
+        """Begin the log again behind what its file has, which lines with a lower id would never reach.
+
+        Ids are times: a server that comes instead of the one that is lost may be behind it.
+        """
+        seconds, micros = self.client.time()  # type: ignore[misc]
+        newest: Any = self.client.xrevrange(self.keys.log, count=1)
+        at = max([(1000 * seconds + micros // 1000, 0), *(_order(entry_id.decode()) for entry_id, _ in newest)])
+        entry_id = "*" if at > self._filed else f"{self._filed[0]}-{self._filed[1] + 1}"
+        queue_log(pipe, self.keys, "note", {"text": text}, entry_id)
 
     @staticmethod
     def _note_lines(replies: Iterable[Any], commits: Iterable[_Unfiled]) -> None:

@@ -71,10 +71,10 @@ def queue_desired(pipe: redis.client.Pipeline, keys: Keys, desired: DesiredState
     pipe.publish(keys.poke, b"desired")
 
 
-def queue_log(pipe: redis.client.Pipeline, keys: Keys, kind: str, values: dict) -> None:
-    """Add one entry of the log stream to a transaction."""
+def queue_log(pipe: redis.client.Pipeline, keys: Keys, kind: str, values: dict, entry_id: str = "*") -> None:
+    """Add one entry of the log stream to a transaction; entry_id: '*' = by the server's clock."""
     fields = {"kind": kind, "v": json.dumps(values, default=str)}
-    pipe.xadd(keys.log, fields, maxlen=LOG_ENTRIES, approximate=True)  # type: ignore[arg-type]
+    pipe.xadd(keys.log, fields, id=entry_id, maxlen=LOG_ENTRIES, approximate=True)  # type: ignore[arg-type]
 
 
 def commit_desired(

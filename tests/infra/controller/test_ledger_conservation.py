@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import time
 import uuid
 import zlib
 
@@ -219,7 +220,7 @@ def file_faults():
 
 
 EVERY_FAULT = [(FAULTS[i % len(FAULTS)], i // len(FAULTS), {5: "pin", 9: "unpin"}.get(i, "")) for i in range(24)]
-LOSSES = ("none", "alive", "dead", "latest", "unfiled", "before", "after", "torn")
+LOSSES = ("none", "alive", "dead", "ahead", "latest", "unfiled", "before", "after", "torn")
 
 
 @pytest.mark.slow
@@ -261,16 +262,21 @@ def _cannot(*args: object) -> int:
 @given(steps=st.lists(st.tuples(st.sampled_from(LOSSES), st.integers(0, 14)), min_size=3, max_size=8))
 @example(steps=[("none", 0), ("alive", 0), ("none", 0), ("dead", 0), ("after", 4), ("dead", 0), ("none", 0)])
 @example(steps=[("none", 0), ("latest", 0), ("unfiled", 0), ("none", 0), ("unfiled", 0), ("unfiled", 0), ("dead", 0)])
+@example(steps=[("none", 0), ("ahead", 0), ("none", 0), ("latest", 0), ("dead", 0), ("unfiled", 0), ("none", 0)])
 def test_what_redis_loses_comes_back_from_the_files_and_no_sum_is_wrong(shared_redis, tmp_path, file_faults, steps):
     service = Service(shared_redis.url, tmp_path, 0)
     file_faults(service.fault)
-    for loss, at in steps:
+    for hour, (loss, at) in enumerate(steps, 1):
         before, dumped = service.host.session.state.num_booked, service.dumped()
         with pytest.MonkeyPatch.context() as patch:
             if loss == "unfiled":
                 patch.setattr(LogFile, "sync", _cannot)
             service.step(loss if loss in MODES else "none", at, "")
-        if loss in ("alive", "dead"):
+        if loss == "ahead":  # the clock of the server that is lost is hours before that of the one that comes
+            now = int(time.time()) + 3600 * hour
+            service.client.xadd(service.keys.log, {"kind": "note", "v": "{}"}, id=f"{now * 1000}-7")
+            service.host.session.books.store.copy_log()
+        if loss in ("alive", "dead", "ahead"):
             service.lose_redis()
         if loss in ("latest", "unfiled"):
             service.lose_since(dumped)
