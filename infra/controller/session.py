@@ -196,9 +196,10 @@ class Session:
         self.jobs.stop(patience_s)
         self.books.flush()
         try:
+            self.books.store.copy_log()
             self.books.store.save_file(self.state)
         except (OSError, StorageHangsError) as e:  # what was committed is committed
-            self.books.note_storage("the snapshot file cannot be written", e)
+            self.books.note_storage("the data folder cannot be written", e)
 
     def step(self, block_ms: int = 250) -> int:
         """One pass: feedback, surroundings, trials, job, decisions, commit. Returns the entries read.

@@ -8,7 +8,7 @@ ledger entries, log entries and the desired record. It runs only while the epoch
 lost, the commit number inside the stored state says whether it happened.
 
 The ledger's entries are kept once, in the log: a commit appends the new ones to the log stream, and the log's file copies
-the stream. Each has its number in the ledger, and the state holds how many there are, beside the totals in the policy's
+the stream. What a commit appended is remembered until the file has it, and appended again where Redis lost it. Each has its number in the ledger, and the state holds how many there are, beside the totals in the policy's
 part of it. An entry with a higher number is of a commit that this state has not seen (Redis, or the snapshot file, is older
 than the log): it counts for nothing, and its number is given again.
 """
@@ -53,7 +53,7 @@ MAX_DECISIONS = 5_000
 MAX_LEDGER = 5_000
 """Latest ledger entries held in memory for dashboards; the log keeps all."""
 MAX_UNFILED = 1_000
-"""Latest commits whose lines are kept where the log file cannot be written: at one a second a quarter of an hour."""
+"""Latest commits whose lines are kept where the log file cannot be written: some eight minutes."""
 MAX_NOTES = 50
 COMMIT_ENTRIES = 2000
 """Stream entries after which a commit is due: half a second of 1,000 busy replicas, a fifth of what the stream keeps."""
@@ -292,23 +292,38 @@ class ControllerStore:
                     raise
         return transaction()
 
-    def _acquire_epoch(self, at_least: int, queue: Callable[[Pipeline], None] = lambda pipe: None) -> int:
+    def _acquire_epoch(self, at_least: int, is_writing_back: bool = False) -> int:
         with self.client.pipeline(transaction=True) as pipe:
             for _ in range(_MAX_TRIES):
                 try:
                     pipe.watch(self.keys.epoch, self.keys.log)
-                    number, _ = _parse_epoch(pipe.get(self.keys.epoch))  # type: ignore[arg-type]
+                    number, owner = _parse_epoch(pipe.get(self.keys.epoch))  # type: ignore[arg-type]
+                    if is_writing_back:
+                        self._check_owner(number, owner)
                     epoch = max(number, at_least, self.epoch) + 1
                     pipe.multi()
                     pipe.set(self.keys.epoch, f"{epoch}:{self.owner}")
-                    queue(pipe)
-                    self._note_lines(pipe.execute(), self._unfiled)
+                    if is_writing_back:
+                        self._queue_decisions(pipe)
+                        self._queue_note(pipe, "redis lost its data; restored by the controller", self._next_id())
+                    pipe.execute()
                 except WatchError:
                     continue
                 self.epoch = epoch
                 logger.info("controller took over epoch=%d", epoch)
                 return epoch
         raise FencedError("other controllers keep taking over; run one controller per service")
+
+    def _check_owner(self, epoch: int, owner: str | None) -> bool:
+        """Whether the epoch key is this controller's; False when Redis lost what it was.
+
+        Raises: FencedError when it is that of one which came later.
+        """
+        if owner is None or epoch < self.epoch:
+            return False
+        if owner != self.owner:
+            raise FencedError(f"another controller took over (epoch {epoch}, mine is {self.epoch}); this one stops")
+        return True
 
     def find(self) -> _Found:
         """What there is to go on with, from Redis, else from the snapshot file, else a fresh state. Changes nothing.
@@ -343,8 +358,7 @@ class ControllerStore:
                 if self.client.exists(key):
                     self.client.rename(key, f"{key}:damaged:{self.epoch}")
         if found.is_of_file:
-            if self._log_file is not None:
-                self._filed = _order(self.calls.run(self._log_file.last_id))
+            self._note_filed()
             self._write_back(state.epoch)
             logger.info("controller state restored from %s", self._path)
         elif state.commit:
@@ -356,10 +370,6 @@ class ControllerStore:
         self.ledger = deque(list(held_entries(lines, state.num_booked))[::-1], maxlen=MAX_LEDGER)
         return state
 
-    def _sync(self, file: LogFile) -> None:
-        file.sync(self.client, self.keys)
-        self._filed = _order(file.last_id())
-
     def _log_lines(self, *, is_known: bool) -> Iterable[dict[str, Any]]:
         """Lines of the log, the latest first: of its file, where that can be brought up to date, else of the stream.
 
@@ -369,7 +379,8 @@ class ControllerStore:
             try:
                 if is_known:
                     self.calls.run(adopt_state, self._folder, self._config.target_version)
-                self._sync(self._log_file)
+                self._log_file.sync(self.client, self.keys)
+                self._note_filed()
                 return self._log_file.newest_first()
             except (OSError, StorageHangsError) as e:  # must not keep the controller from deciding
                 logger.error("the log file %s cannot be read or written: %s", self._log_file.path, e)
@@ -416,9 +427,18 @@ class ControllerStore:
     def copy_log(self) -> None:
         """Append to the log file what the log stream has more."""
         if self._log_file is not None:
-            self._sync(self._log_file)
-            while self._unfiled and self._unfiled[0].last_line <= self._filed:
-                self._unfiled.popleft()
+            self._log_file.sync(self.client, self.keys)
+            self._note_filed()
+
+    def _note_filed(self) -> None:
+        """Look up the log file's last line and forget the commits up to it; where it cannot be read all stays as it is."""
+        if self._log_file is not None:
+            try:
+                self._filed = _order(self.calls.run(self._log_file.last_id))
+            except (OSError, StorageHangsError) as e:
+                logger.error("the log file %s cannot be read: %s", self._log_file.path, e)
+        while self._unfiled and self._unfiled[0].last_line <= self._filed:
+            self._unfiled.popleft()
 
     def begin_ledger(self, state: HostState) -> None:
         """Number entries and decisions anew from 1: the policy forgot what it had decided. The log keeps them."""
@@ -432,17 +452,13 @@ class ControllerStore:
 
         Raises: FencedError when another controller took over; redis errors (then call again with the same arguments).
         """
-        if commit.is_uncertain and (written := self._written(state.commit + 1)) is not None:
-            newest: Any = self.client.xrevrange(self.keys.log, count=1)
-            state.commit, state.desired, state.history = written.commit, written.desired, written.history
-            self._remember(state, commit)
-            self._note_lines([entry_id for entry_id, _ in newest], self._unfiled)
-            return
         self._with_room(lambda: self._transact(state, commit))
 
     def _transact(self, state: HostState, commit: Commit) -> None:
         with self.client.pipeline(transaction=True) as pipe:
             for _ in range(_MAX_TRIES):
+                if commit.is_uncertain and self._has_happened(state, commit):
+                    return
                 try:
                     self._execute(pipe, state, commit)
                 except WatchError:
@@ -454,17 +470,26 @@ class ControllerStore:
                 return
         raise FencedError("the controller's keys keep changing under it; run one controller per service")
 
+    def _has_happened(self, state: HostState, commit: Commit) -> bool:
+        """Whether a commit whose reply was lost is in Redis; then it is taken over as written."""
+        self._check_owner(*_parse_epoch(self.client.get(self.keys.epoch)))  # type: ignore[arg-type]
+        written = read_state(self.client, self.keys)
+        if written is None or written.commit <= state.commit:
+            return False
+        newest: Any = self.client.xrevrange(self.keys.log, count=1)
+        state.commit, state.desired, state.history = written.commit, written.desired, written.history
+        self._remember(state, commit)
+        self._note_lines([entry_id for entry_id, _ in newest], self._unfiled)
+        return True
+
     def _execute(self, pipe: Pipeline, state: HostState, commit: Commit) -> None:
         keys = self.keys
         pipe.watch(keys.epoch, keys.desired, keys.log)
         epoch, owner = _parse_epoch(pipe.get(keys.epoch))  # type: ignore[arg-type]
-        if owner is None:
+        if not self._check_owner(epoch, owner):
             pipe.unwatch()
             self._write_back(state.epoch)
             raise WatchError("redis lost its data")
-        if owner != self.owner:
-            pipe.unwatch()
-            raise FencedError(f"another controller took over (epoch {epoch}, mine is {self.epoch}); this one stops")
         current = known_desired(pipe.get(keys.desired))
         is_aside = commit.mends_classes and bool(pipe.exists(keys.classes))
         held: Any = pipe.hget(keys.state, "commit")
@@ -483,7 +508,8 @@ class ControllerStore:
         )  # fmt: skip
         is_held = held == msgspec.msgpack.encode(state.commit)
         num_lost = 0 if is_held else state.commit - _number(held, state.commit)
-        lost = [made for made in self._unfiled if made.number > state.commit - num_lost]
+        lost = [] if is_held else self._lost()
+        first_id = self._next_id() if num_lost or not self._made.number else "*"
         self._next_parts, changed, gone = _parts_of(written, self._parts if is_held else None)
         pipe.multi()
         if not is_held:
@@ -496,10 +522,9 @@ class ControllerStore:
             pipe.xack(keys.feedback, FEEDBACK_GROUP, *commit.ack_ids)
             if not self._config.keep_rows:
                 pipe.xdel(keys.feedback, *commit.ack_ids)
-        if num_lost:
-            self._queue_loss(
-                pipe, f"redis lost its latest {num_lost} commits; {len(lost)} were in no file and follow again"
-            )
+        if num_lost or first_id != "*":
+            text = f"the log goes on; redis lost {num_lost} commits, of which {len(lost)} are written again"
+            self._queue_note(pipe, text, first_id)
         for made in lost:
             _queue_lines(pipe, keys, made.commit, made.num_booked)
             if made.commit.desired is not None:
@@ -518,8 +543,13 @@ class ControllerStore:
         excess = len(self.decisions) + len(commit.decisions) - MAX_DECISIONS
         if excess > 0:
             pipe.hdel(keys.decisions, *[str(i) for i in list(self.decisions)[:excess]])
-        self._made = _Unfiled(written.commit, state.num_booked, replace(commit, ack_ids=[], delete=[]))  # thousands
-        self._note_lines(pipe.execute(), [*lost, self._made])
+        # without what it acknowledges: that may be thousands of ids, and the lines are all that is asked for
+        self._made = _Unfiled(written.commit, state.num_booked, replace(commit, ack_ids=[], delete=[]))
+        try:
+            self._note_lines(pipe.execute(), [*lost, self._made])
+        except Exception:  # redis-py calls a lost reply a change of what is watched, too
+            commit.is_uncertain = True
+            raise
         if num_lost:
             logger.warning("redis had lost its latest %d commits; it has them again", num_lost)
         self.num_state_bytes += sum(map(len, changed.values()))
@@ -539,48 +569,44 @@ class ControllerStore:
             return False
         return told == self._told or (told is None and self._told.rev == 0)
 
-    def _written(self, number: int) -> HostState | None:
-        """The stored state if commit `number` happened although its reply was lost."""
-        epoch, owner = _parse_epoch(self.client.get(self.keys.epoch))  # type: ignore[arg-type]
-        if owner is not None and owner != self.owner:
-            raise FencedError(f"another controller took over (epoch {epoch}, mine is {self.epoch}); this one stops")
-        stored = read_state(self.client, self.keys)
-        return stored if stored is not None and stored.commit >= number else None
+    def _lost(self) -> list[_Unfiled]:
+        """Commits whose lines are neither in the log's file nor in its stream."""
+        self._note_filed()
+        ids = {
+            made.last_line: f"{made.last_line[0]}-{made.last_line[1]}" for made in self._unfiled if any(made.last_line)
+        }
+        there = {at for at, name in ids.items() if self.client.xrange(self.keys.log, min=name, max=name, count=1)}
+        return [made for made in self._unfiled if made.last_line in ids.keys() - there]
 
     def _write_back(self, epoch: int) -> None:
-        """Redis lost its data (flush, new server): take over, and write what this controller knows and the log file may not."""
-        self._with_room(lambda: self._acquire_epoch(epoch, self._queue_all))
+        """Take over a Redis that lost its data (flush, new server); the next commit writes the rest."""
+        self._with_room(lambda: self._acquire_epoch(epoch, is_writing_back=True))
         logger.warning("redis lost its data; %d decisions written back", len(self.decisions))
 
     def _queue_decisions(self, pipe: Pipeline) -> None:
         if self.decisions:
             pipe.hset(self.keys.decisions, mapping={str(i): encode(d) for i, d in self.decisions.items()})
 
-    def _queue_all(self, pipe: Pipeline) -> None:
-        self._queue_decisions(pipe)
-        self._queue_loss(pipe, "redis lost its data; restored by the controller")
-        for made in self._unfiled:
-            _queue_lines(pipe, self.keys, made.commit, made.num_booked)
+    def _queue_note(self, pipe: Pipeline, text: str, entry_id: str) -> None:
+        queue_log(pipe, self.keys, "note", {"text": text}, entry_id)
 
-    def _queue_loss(self, pipe: Pipeline, text: str) -> None:
-        """Begin the log again behind what its file has, which lines with a lower id would never reach.
+    def _next_id(self) -> str:
+        """Id of a line that stands behind the log file's last one: '*', the server's time, where that does.
 
-        Ids are times: a server that comes instead of the one that is lost may be behind it.
+        A server that comes instead of a lost one may have an earlier clock, and what has a lower id never reaches the file.
         """
         seconds, micros = self.client.time()  # type: ignore[misc]
         newest: Any = self.client.xrevrange(self.keys.log, count=1)
         at = max([(1000 * seconds + micros // 1000, 0), *(_order(entry_id.decode()) for entry_id, _ in newest)])
-        entry_id = "*" if at > self._filed else f"{self._filed[0]}-{self._filed[1] + 1}"
-        queue_log(pipe, self.keys, "note", {"text": text}, entry_id)
+        return "*" if at > self._filed else f"{self._filed[0]}-{self._filed[1] + 1}"
 
     @staticmethod
     def _note_lines(replies: Iterable[Any], commits: Iterable[_Unfiled]) -> None:
-        """Note what the latest line of the log is, of those that a transaction appended for these commits among others."""
-        last = max(
-            (_order(r.decode()) for r in replies if isinstance(r, bytes)), default=(0, 0)
-        )  # only XADD says bytes
-        for made in commits:
-            made.last_line = max(made.last_line, last)
+        """Note the latest stream id that a transaction appended with the lines of its commits."""
+        # XADD alone replies with bytes
+        last = max((_order(r.decode()) for r in replies if isinstance(r, bytes)), default=(0, 0))
+        for made in commits if any(last) else ():
+            made.last_line = last
 
     def _remember(self, state: HostState, commit: Commit) -> None:
         self._parts = self._next_parts
@@ -601,7 +627,7 @@ class _Unfiled:
     """Entries of the ledger up to its last one."""
     commit: Commit
     last_line: tuple[int, int] = (0, 0)
-    """Stream id of the latest line that was appended with its own."""
+    """Stream id of the latest line that was appended with its own; (0, 0) = it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -784,9 +810,9 @@ def _order(stream_id: str) -> tuple[int, int]:
 
 
 def _number(held: bytes | None, known: int) -> int:
-    """Number of the commit that Redis holds; `known` where it cannot be told: then only the state is damaged."""
+    """Number of the commit that Redis holds, 0 = none; `known` where it is unreadable: then the state alone is damaged."""
     try:
-        return min(msgspec.msgpack.decode(held or b"", type=int), known)
+        return min(msgspec.msgpack.decode(held, type=int), known) if held is not None else 0
     except msgspec.DecodeError:
         return known
 

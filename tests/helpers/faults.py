@@ -12,7 +12,8 @@ from redis.backoff import NoBackoff
 from redis.client import Pipeline
 from redis.retry import Retry
 
-MODES = ("before", "after", "lost_reply", "torn")
+MODES = ("before", "after", "lost_reply", "away", "torn")
+"""A lost reply: the next call gets through; away: it does not."""
 
 
 class Killed(BaseException):
@@ -23,7 +24,7 @@ class Fault:
     """Counts the writes that carry state: transactions of `client` (leases of jobs apart), synced and renamed files."""
 
     def __init__(self) -> None:
-        self.mode, self._left = "", -1
+        self.mode, self.last, self._left = "", "", -1
         self.fired: set[str] = set()
         """Modes that have struck."""
 
@@ -38,11 +39,12 @@ class Fault:
         if self._left >= 0:
             return write()
         mode, self.mode = self.mode, ""
+        self.last = mode
         self.fired.add(mode)
         if mode == "before":
             raise Killed
         write()
-        if mode == "lost_reply" and tear is None:
+        if mode in ("lost_reply", "away") and tear is None:
             raise redis.ConnectionError("reply lost")
         if mode == "torn" and tear is not None:
             tear()
@@ -84,6 +86,21 @@ class _FaultyPipeline(Pipeline):
     fault: Fault
 
     def execute(self, raise_on_error: bool = True) -> list[Any]:
-        is_lease = any(str(a).endswith(":train") for args, _ in self.command_stack for a in args)
-        run = super().execute
-        return run(raise_on_error) if is_lease else self.fault.around(lambda: run(raise_on_error))
+        try:
+            return super().execute(raise_on_error)
+        except redis.WatchError:
+            if self.fault.last != "away":
+                raise
+            self.fault.last = ""
+            raise redis.ConnectionError("redis is away") from None
+
+    def _execute_transaction(self, connection: Any, commands: Any, raise_on_error: bool) -> list[Any]:
+        """Where redis-py itself meets a lost reply, and calls it a change of what was watched."""
+        is_lease, is_watching = any(str(a).endswith(":train") for args, _ in commands for a in args), self.watching
+
+        def execute() -> list[Any]:
+            replies = super(_FaultyPipeline, self)._execute_transaction(connection, commands, raise_on_error)
+            self.watching = is_watching  # as long as the reply has not come
+            return replies
+
+        return execute() if is_lease else self.fault.around(execute)

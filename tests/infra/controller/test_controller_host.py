@@ -144,7 +144,7 @@ def test_commit_whose_reply_was_lost_is_not_repeated(shared_redis, client, keys,
     host = make_host(shared_redis.url, keys, tmp_path, make_client=fault.client)
     host.connect()
     send(client, keys, 1)
-    fault.arm("lost_reply", at=0)
+    fault.arm("away", at=0)
     with pytest.raises(redis.ConnectionError):
         host.step(block_ms=0)
     num_lines = client.xlen(keys.log)
@@ -166,7 +166,7 @@ def test_a_command_whose_commit_is_in_doubt_does_not_swallow_what_comes_after_it
     host = make_host(shared_redis.url, keys, tmp_path, make_client=fault.client)
     host.connect()
     settle(host)
-    fault.arm("lost_reply", at=0)
+    fault.arm("away", at=0)
     host.call(lambda: None)  # its commit writes nothing but the state
     with pytest.raises(redis.ConnectionError):
         host.step(block_ms=0)
