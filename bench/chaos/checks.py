@@ -28,6 +28,8 @@ MAX_RUN = 16
 NEAR_TIE = 1e-4
 """Distance of a token's logit from the largest that fp32 rounding may close, so that either token is the target's own."""
 
+LEDGER = "ledger: "
+"""Beginning of every problem of the books."""
 _POSITIVE = set(COSTS) - {"interference"}
 """Costs that are measured by themselves; interference is a difference, below 0 by chance."""
 
@@ -112,7 +114,7 @@ def ledger_problems(client: Any, keys: Keys, log: Path, policy: PolicyConfig) ->
     """
     state = read_state(client, keys)
     if state is None:
-        return ["ledger: the controller's state is not in Redis"]
+        return [f"{LEDGER}the controller's state is not in Redis"]
     decisions = [decode(data, Decision) for data in client.hgetall(keys.decisions).values()]
     return booked_problems(state, LogFile(log).newest_first(), decisions, policy)
 
@@ -135,4 +137,4 @@ def booked_problems(
         found.append(f"the bank has spent {bank.spent_s:.6f} s, the entries {booked_s:.6f} s")
     if not math.isfinite(bank.balance_s) or bank.reserved_s < 0:
         found.append(f"the bank's balance is {bank.balance_s}, {bank.reserved_s} of it reserved")
-    return [f"ledger: {text}" for text in found]
+    return [f"{LEDGER}{text}" for text in found]

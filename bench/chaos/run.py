@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import httpx
 import msgspec
 from rich.console import Console
 
-from paceline.bench.chaos.checks import Questions, answer_problems, plain_questions
+from paceline.bench.chaos.checks import LEDGER, Questions, answer_problems, plain_questions
 from paceline.bench.chaos.faults import FAULTS, Blow, CannotStrike, Fault, Surroundings
 from paceline.bench.chaos.load import Answer, Load, send, wait_for
 from paceline.bench.chaos.place import Place
@@ -206,7 +207,8 @@ def _strike_all(
 ) -> None:  # fmt: skip
     with console.status("decoding the prompts plainly, then starting a service (about a minute)"):
         questions = bundled_questions(options)
-        place = Place(options.service(options.disk or folder / "data"), check=signals.check)
+        data = options.disk or folder / "data"
+        place = Place(options.service(data), check=signals.check)
         place.start()
     try:
         with progress(console, "faults", options.num_faults) as bar:
@@ -222,12 +224,25 @@ def _strike_all(
                 bar.step(info=f"{number} {name}: {outcome.status}; {failed} failed")
                 if outcome.status == "failed":
                     console.print(f"[red]failed[/red] {number} {name}: {'; '.join(outcome.problems[:3])}", markup=True, soft_wrap=True)  # fmt: skip
-                    if outcome.recovery_s is None:  # the next faults are to find a service that is whole
+                    are_books_wrong = any(p.startswith(LEDGER) for p in outcome.problems)
+                    if (
+                        outcome.recovery_s is None or are_books_wrong
+                    ):  # the next faults are to find a service that is whole
                         place.stop()
+                        if are_books_wrong:
+                            set_aside(data, folder / f"data-after-{number}")
                         place.start()
     finally:
         with console.status("stopping the service"):
             place.stop()
+
+
+def set_aside(data: Path, aside: Path) -> None:
+    """Move what stands in a folder, which may be a file system's root, to another: a ledger that is wrong stays wrong."""
+    aside.mkdir(parents=True, exist_ok=True)
+    for child in data.iterdir():
+        if child.name != "lost+found":
+            shutil.move(child, aside / child.name)
 
 
 def bundled_questions(options: ChaosOptions) -> Questions:

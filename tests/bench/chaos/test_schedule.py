@@ -5,7 +5,7 @@ import json
 import pytest
 
 from paceline.bench.chaos.faults import FAULTS
-from paceline.bench.chaos.run import ChaosOptions
+from paceline.bench.chaos.run import ChaosOptions, set_aside
 from paceline.bench.chaos.schedule import JOURNAL, Journal, Outcome, fault_rng, schedule
 from paceline.errors import ConfigError
 
@@ -92,3 +92,14 @@ def test_the_command_that_repeats_a_fault_draws_the_same_one():
     )  # fmt: skip
     plan = schedule(options.seed, options.drawn(), 40)
     assert schedule(again.seed, again.drawn(), again.skip + 1)[again.skip :] == [plan[17]]
+
+
+def test_data_with_a_wrong_ledger_are_kept_and_what_follows_begins_without_any(tmp_path):
+    data, aside = tmp_path / "data", tmp_path / "data-after-3"
+    for name in ("redis/appendonly.aof", "services/chaos/decisions.jsonl", "lost+found/x"):
+        (data / name).parent.mkdir(parents=True, exist_ok=True)
+        (data / name).write_text(name)
+    set_aside(data, aside)
+    assert [p.name for p in data.iterdir()] == ["lost+found"], "a folder of the file system"
+    assert (aside / "redis" / "appendonly.aof").read_text() == "redis/appendonly.aof"
+    assert (aside / "services" / "chaos" / "decisions.jsonl").is_file()
