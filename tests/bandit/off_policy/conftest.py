@@ -11,19 +11,9 @@ from paceline.bandit.replay.world import World, record
 CELL = Scenario(name="x", regime_s=600.0, duration_s=1500.0, recurrence="fresh", train_cost=0.3)
 
 
-def _serve(seed):
-    traffic, outcomes = draw_world(CELL, seed)
-    world = World(traffic, outcomes, policy_config("payoff", {"epoch_s": 30.0}, seed), seed=seed)
-    return prepare(parse_log(record(world), "log"), "log"), world
-
-
-@pytest.fixture(scope="module")
-def serve():
-    """seed -> (prepared log, world that wrote it) of the pay-off rule."""
-    return _serve
-
-
 @pytest.fixture(scope="module")
 def served():
-    """The same with seed 3."""
-    return _serve(3)
+    """(prepared log, world that wrote it) of the pay-off rule."""
+    traffic, outcomes = draw_world(CELL, 3)
+    world = World(traffic, outcomes, policy_config("payoff", {"epoch_s": 30.0}, 3), seed=3)
+    return prepare(parse_log(record(world), "log"), "log"), world

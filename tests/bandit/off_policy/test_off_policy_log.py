@@ -26,25 +26,19 @@ def test_the_realised_net_is_what_the_ledger_booked(served):
     assert world.num_jobs >= 1
 
 
-def test_every_epoch_is_rebuilt_and_the_logged_policy_would_mostly_do_what_it_did(serve):
-    """Between holding and a burst whose value is near zero a rebuilt belief may tip; over five worlds few do."""
-    same = []
-    for seed in range(5):
-        service, _ = serve(seed)
-        replay = ForcedWorld(
-            service.traffic, logged_outcomes(service, 0), policy_config("payoff", logged_settings(service, {}), 0), seed=0,
-            slowdown=service.slowdown, epochs=epochs_by_step(service), orders=logged_orders(service),
-        )  # fmt: skip
-        for k in range(service.traffic.num_steps):
-            asked, order = replay.forced_step(k), replay.controller.orders.get(k)
-            if asked and (order is not None or "hold" not in asked):
-                logged, _ = logged_probabilities(order)
-                same.append(max(asked, key=asked.get) == max(logged, key=logged.get))
-    assert len(same) > 25 and sum(same) >= 0.8 * len(same)
-
-
-def test_the_value_of_the_logged_policy_covers_what_was_booked(served):
+def test_every_epoch_is_rebuilt_and_the_logged_policy_would_mostly_do_what_it_did(served):
     service, world = served
+    replay = ForcedWorld(
+        service.traffic, logged_outcomes(service, 0), policy_config("payoff", logged_settings(service, {}), 0), seed=0,
+        slowdown=service.slowdown, epochs=epochs_by_step(service), orders=logged_orders(service),
+    )  # fmt: skip
+    same = []
+    for k in range(service.traffic.num_steps):
+        asked, order = replay.forced_step(k), replay.controller.orders.get(k)
+        if asked and (order is not None or "hold" not in asked):
+            logged, _ = logged_probabilities(order)
+            same.append(max(asked, key=asked.get) == max(logged, key=logged.get))
+    assert len(same) > 5 and sum(same) >= 0.9 * len(same)
     found = value_policy(service, "payoff", {}, draws=2)
     assert found.num_missed == 0
     assert found.net.low_s <= world.net_s <= found.net.high_s
