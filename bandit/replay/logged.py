@@ -253,7 +253,7 @@ def _served_beside_jobs(log: ServiceLog) -> float:
             slow_s[min(int(np.searchsorted(end, entry.ts)), len(end) - 1)] += entry.seconds
         elif entry.kind in ("training", "shadow"):
             jobs[entry.ts] += entry.seconds  # both are booked when the job ends
-    load = np.maximum(device_s - slow_s, 0.1 * device_s) / (end - start)
+    load = np.maximum(device_s - slow_s, 0.1 * device_s) / np.maximum(end - start, 1e-9)
     beside = (np.clip(np.minimum(end, ts) - np.maximum(start, ts - seconds), 0.0, None) for ts, seconds in jobs.items())
     return float(sum(overlap @ load for overlap in beside))
 

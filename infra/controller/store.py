@@ -268,8 +268,8 @@ class ControllerStore:
         self.num_state_bytes = 0
         """Bytes of state written so far."""
         self._parts = self._next_parts = _Parts()
-        self._made = _Unfiled(0, 0, Commit())
-        """The commit of the last transaction, which may not have happened."""
+        self._made: _Unfiled | None = None
+        """The commit of the last transaction, which may not have happened; None before the first."""
         self._told = TrafficClasses()
         self.decisions: dict[int, Decision] = {}
         self.ledger: deque[LedgerEntry] = deque(maxlen=MAX_LEDGER)
@@ -305,7 +305,8 @@ class ControllerStore:
                     pipe.set(self.keys.epoch, f"{epoch}:{self.owner}")
                     if is_writing_back:
                         self._queue_decisions(pipe)
-                        self._queue_note(pipe, "redis lost its data; restored by the controller", self._next_id())
+                        text = "redis lost its data; restored by the controller"
+                        queue_log(pipe, self.keys, "note", {"text": text}, self._next_id())
                     pipe.execute()
                 except WatchError:
                     continue
@@ -476,10 +477,11 @@ class ControllerStore:
         written = read_state(self.client, self.keys)
         if written is None or written.commit <= state.commit:
             return False
-        newest: Any = self.client.xrevrange(self.keys.log, count=1)
+        newest = self._newest_line()  # may fail, and nothing is changed before
         state.commit, state.desired, state.history = written.commit, written.desired, written.history
         self._remember(state, commit)
-        self._note_lines([entry_id for entry_id, _ in newest], self._unfiled)
+        for made in self._unfiled:
+            made.last_line = newest
         return True
 
     def _execute(self, pipe: Pipeline, state: HostState, commit: Commit) -> None:
@@ -509,7 +511,7 @@ class ControllerStore:
         is_held = held == msgspec.msgpack.encode(state.commit)
         num_lost = 0 if is_held else state.commit - _number(held, state.commit)
         lost = [] if is_held else self._lost()
-        first_id = self._next_id() if num_lost or not self._made.number else "*"
+        first_id = self._next_id() if num_lost or self._made is None else "*"
         self._next_parts, changed, gone = _parts_of(written, self._parts if is_held else None)
         pipe.multi()
         if not is_held:
@@ -524,7 +526,7 @@ class ControllerStore:
                 pipe.xdel(keys.feedback, *commit.ack_ids)
         if num_lost or first_id != "*":
             text = f"the log goes on; redis lost {num_lost} commits, of which {len(lost)} are written again"
-            self._queue_note(pipe, text, first_id)
+            queue_log(pipe, keys, "note", {"text": text}, first_id)
         for made in lost:
             _queue_lines(pipe, keys, made.commit, made.num_booked)
             if made.commit.desired is not None:
@@ -544,12 +546,16 @@ class ControllerStore:
         if excess > 0:
             pipe.hdel(keys.decisions, *[str(i) for i in list(self.decisions)[:excess]])
         # without what it acknowledges: that may be thousands of ids, and the lines are all that is asked for
-        self._made = _Unfiled(written.commit, state.num_booked, replace(commit, ack_ids=[], delete=[]))
+        self._made = _Unfiled(state.num_booked, replace(commit, ack_ids=[], delete=[]))
         try:
-            self._note_lines(pipe.execute(), [*lost, self._made])
+            replies = pipe.execute()
         except Exception:  # redis-py calls a lost reply a change of what is watched, too
             commit.is_uncertain = True
             raise
+        appended = [reply for reply in replies if isinstance(reply, bytes)]  # XADD alone replies with bytes
+        if appended:
+            for made in (*lost, self._made):
+                made.last_line = _order(appended[-1])
         if num_lost:
             logger.warning("redis had lost its latest %d commits; it has them again", num_lost)
         self.num_state_bytes += sum(map(len, changed.values()))
@@ -572,11 +578,16 @@ class ControllerStore:
     def _lost(self) -> list[_Unfiled]:
         """Commits whose lines are neither in the log's file nor in its stream."""
         self._note_filed()
-        ids = {
-            made.last_line: f"{made.last_line[0]}-{made.last_line[1]}" for made in self._unfiled if any(made.last_line)
-        }
-        there = {at for at, name in ids.items() if self.client.xrange(self.keys.log, min=name, max=name, count=1)}
-        return [made for made in self._unfiled if made.last_line in ids.keys() - there]
+        return [made for made in self._unfiled if any(made.last_line) and not self._is_in_stream(made.last_line)]
+
+    def _is_in_stream(self, line: tuple[int, int]) -> bool:
+        entry_id = f"{line[0]}-{line[1]}"
+        return bool(self.client.xrange(self.keys.log, min=entry_id, max=entry_id, count=1))
+
+    def _newest_line(self) -> tuple[int, int]:
+        """Id of the stream's latest line, (0, 0) where there is none."""
+        newest: Any = self.client.xrevrange(self.keys.log, count=1)
+        return _order(newest[0][0]) if newest else (0, 0)
 
     def _write_back(self, epoch: int) -> None:
         """Take over a Redis that lost its data (flush, new server); the next commit writes the rest."""
@@ -587,32 +598,21 @@ class ControllerStore:
         if self.decisions:
             pipe.hset(self.keys.decisions, mapping={str(i): encode(d) for i, d in self.decisions.items()})
 
-    def _queue_note(self, pipe: Pipeline, text: str, entry_id: str) -> None:
-        queue_log(pipe, self.keys, "note", {"text": text}, entry_id)
-
     def _next_id(self) -> str:
         """Id of a line that stands behind the log file's last one: '*', the server's time, where that does.
 
         A server that comes instead of a lost one may have an earlier clock, and what has a lower id never reaches the file.
         """
         seconds, micros = self.client.time()  # type: ignore[misc]
-        newest: Any = self.client.xrevrange(self.keys.log, count=1)
-        at = max([(1000 * seconds + micros // 1000, 0), *(_order(entry_id.decode()) for entry_id, _ in newest)])
+        at = max((1000 * seconds + micros // 1000, 0), self._newest_line())
         return "*" if at > self._filed else f"{self._filed[0]}-{self._filed[1] + 1}"
-
-    @staticmethod
-    def _note_lines(replies: Iterable[Any], commits: Iterable[_Unfiled]) -> None:
-        """Note the latest stream id that a transaction appended with the lines of its commits."""
-        # XADD alone replies with bytes
-        last = max((_order(r.decode()) for r in replies if isinstance(r, bytes)), default=(0, 0))
-        for made in commits if any(last) else ():
-            made.last_line = last
 
     def _remember(self, state: HostState, commit: Commit) -> None:
         self._parts = self._next_parts
         state.traffic.touched.clear()
         self.decisions.update({d.decision_id: d for d in commit.decisions})
         self.ledger.extend(commit.ledger)
+        assert self._made is not None, "a transaction made it"
         self._unfiled.append(self._made)
         for old in list(self.decisions)[: max(0, len(self.decisions) - MAX_DECISIONS)]:
             del self.decisions[old]
@@ -622,7 +622,6 @@ class ControllerStore:
 class _Unfiled:
     """A commit whose lines the log file may not have."""
 
-    number: int
     num_booked: int
     """Entries of the ledger up to its last one."""
     commit: Commit
@@ -803,9 +802,9 @@ def _queue_lines(pipe: Pipeline, keys: Keys, commit: Commit, num_booked: int) ->
         queue_log(pipe, keys, kind, values)
 
 
-def _order(stream_id: str) -> tuple[int, int]:
+def _order(stream_id: str | bytes) -> tuple[int, int]:
     """A stream id as numbers that compare as it does."""
-    time_ms, _, number = stream_id.partition("-")
+    time_ms, _, number = (stream_id.decode() if isinstance(stream_id, bytes) else stream_id).partition("-")
     return int(time_ms), int(number or 0)
 
 

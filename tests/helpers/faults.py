@@ -24,7 +24,9 @@ class Fault:
     """Counts the writes that carry state: transactions of `client` (leases of jobs apart), synced and renamed files."""
 
     def __init__(self) -> None:
-        self.mode, self.last, self._left = "", "", -1
+        self.mode, self._left = "", -1
+        self.last = ""
+        """Mode that struck last."""
         self.fired: set[str] = set()
         """Modes that have struck."""
 
