@@ -225,9 +225,8 @@ def _strike_all(
                 if outcome.status == "failed":
                     console.print(f"[red]failed[/red] {number} {name}: {'; '.join(outcome.problems[:3])}", markup=True, soft_wrap=True)  # fmt: skip
                     are_books_wrong = any(p.startswith(LEDGER) for p in outcome.problems)
-                    if (
-                        outcome.recovery_s is None or are_books_wrong
-                    ):  # the next faults are to find a service that is whole
+                    # the next faults are to find a service that is whole
+                    if outcome.recovery_s is None or are_books_wrong:
                         place.stop()
                         if are_books_wrong:
                             set_aside(data, folder / f"data-after-{number}")

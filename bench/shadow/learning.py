@@ -46,6 +46,7 @@ from paceline.serving.sampling.request import RequestTrace, SamplingParams
 from paceline.serving.target_model.model import TargetModel
 
 MIN_PROMPTS = 16
+"""Least requests of a class, learned or rehearsed."""
 JOB_EPOCHS, JOB_WARMUP, JOB_HELD_OUT, JOB_RATE = 2, 0.1, 0.25, 2e-3
 _MAX_PROMPT_TOKENS, _BATCH = 192, 8
 
