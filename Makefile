@@ -41,6 +41,8 @@ chat: $(VENV)/.smollm2
 demo: $(VENV)/.ready
 	$(VENV)/bin/paceline demo $(ARGS)
 
+# Hundreds of processes of the tests import the same modules: the first one's bytecode serves all.
+test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.ready
 	$(PY) -m pytest tests --numprocesses $(WORKERS) --dist loadscope --no-loadscope-reorder $(ARGS)
 
