@@ -214,21 +214,27 @@ def run_service(config: ServiceConfig, *, check: Callable[[], None] = lambda: No
             [serve.RunTarget(app, name=name, route_prefix=config.route_prefix)], wait_for_applications_running=False
         )
         _await_running(name, check)
+        url = service_url(config)
+        _await_answers(url, check)
     except BaseException as e:
         reason = _refusal(name) if owns_app else ""
         _stop(config, redis, owns_ray, owns_app=owns_app)
         if isinstance(e, PacelineError) or not isinstance(e, Exception):
             raise
         raise PacelineError(f"the service did not start: {reason or e}") from e
-    host = "127.0.0.1" if config.host in ("0.0.0.0", "::") else config.host
-    url = f"{'http' if config.tls_cert is None else 'https'}://{host}:{config.port}{config.route_prefix.rstrip('/')}"
-    _await_answers(url)
     log.info("service ready url=%s replicas=%d to %d", url, config.num_replicas, most_replicas(config))
     return Service(url=url, config=config, handle=handle, redis=redis, owns_ray=owns_ray)
 
 
+def service_url(config: ServiceConfig) -> str:
+    """Where a service is reached from this computer, without a slash at the end."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+    where = f"[{host}]" if ":" in host else host
+    return f"{'http' if config.tls_cert is None else 'https'}://{where}:{config.port}{config.route_prefix.rstrip('/')}"
+
+
 def http_options(config: ServiceConfig) -> dict[str, Any]:
-    """What Serve's proxy is told about its port. Raises: ConfigError when certificate and key cannot be used."""
+    """What the HTTP server is told about its port. Raises: ConfigError when certificate and key cannot be used."""
     options: dict[str, Any] = {"host": config.host, "port": config.port}
     if config.tls_cert is None or config.tls_key is None:
         return options
@@ -472,7 +478,7 @@ def _await_running(name: str, check: Callable[[], None]) -> None:
         time.sleep(_LOOK_S)
 
 
-def _await_answers(url: str) -> None:
+def _await_answers(url: str, check: Callable[[], None]) -> None:
     """Return when the proxy lets requests through: it hears of a replica up to a second after Serve does, see Presence.
 
     Returns after _ANSWERS_S in any case, and at once where the proxy is not on this computer.
@@ -487,6 +493,7 @@ def _await_answers(url: str) -> None:
                     return
             except httpx.TransportError:
                 return
+            check()
             time.sleep(_LOOK_S)
 
 
@@ -559,6 +566,8 @@ def attach_forever(config: ServiceConfig, console: Console, options: AttachOptio
     if config.redis_url is None:
         raise ConfigError("redis_url (--redis-url, PACELINE_REDIS_URL) must name the Redis of the engines")
     keep_private()
+    access = Access.of(config, Tokens.of(config))  # files that cannot be used are refused before anything starts
+    http_options(config)
     resolve_redis(config)
     first, attached, owns_ray = put_first_drafter(config), None, False
     with StopSignals() as signals, SglangReplicas(config, options or AttachOptions(), first) as driven:
@@ -571,14 +580,13 @@ def attach_forever(config: ServiceConfig, console: Console, options: AttachOptio
                 return
             config = replace(config, port=claim_port(config.host, config.port))
             owns_ray = start_ray(config)
-            attached = Attached(config, first, facts)
+            attached = Attached(config, first, facts, http_options(config))
             console.print(
                 f"Paceline decides for {config.model_name!r}, engines are {facts.kind} {facts.engine_version}; first drafter "
                 f"{first.version}; data in {StorePaths.of(config).home}; Ctrl-C stops it, the engines go on",
                 highlight=False,
             )  # fmt: skip
-            url = f"http://{config.host}:{config.port}"
-            console.print(f"  {dashboard_words(url, Access.of(config, Tokens.of(config)))}", highlight=False)
+            console.print(f"  {dashboard_words(service_url(config), access)}", highlight=False)
             while not signals.stop.wait(0.5):
                 pass
         finally:

@@ -469,7 +469,12 @@ class ShadowScore(msgspec.Struct, frozen=True, kw_only=True):
     gain_mean: float
     """Paired mean of acceptance_length minus the incumbent's, per request."""
     gain_lower: float
-    """Lower end of the 90% bootstrap interval of gain_mean."""
+    """Lower end of the 90% bootstrap interval of gain_mean; -inf for a single request."""
+
+    @property
+    def gain_error(self) -> float:
+        """Standard error of gain_mean."""
+        return max(self.gain_mean - self.gain_lower, 0.0) / 1.645
 
 
 class TrainResult(msgspec.Struct, frozen=True, kw_only=True):

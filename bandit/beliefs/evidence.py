@@ -58,7 +58,7 @@ class EvidenceModel(msgspec.Struct):
             _blend(self.rows, bucket, result.num_rows / result.num_requests)
         scores = result.candidate
         if scores is not None and scores.num_requests >= MIN_REQUESTS and math.isfinite(scores.gain_lower):
-            error = (scores.gain_mean - scores.gain_lower) / 1.645 / scores.acceptance_length
+            error = scores.gain_error / scores.acceptance_length
             _blend(self.deviation, bucket, min(max(error * scores.num_requests**0.5, 0.02), 1.0))
 
     def sure_rise(

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from paceline.bandit.beliefs.arms import default_arms
+from paceline.bandit.beliefs.belief import BucketBelief
 from paceline.bandit.beliefs.observation import HostContext, fold
 from paceline.bandit.controller.decision_log import FeedbackLine, feedback_line
 from paceline.bandit.controller.epoch import close_epoch, drop_bucket, learn_history, part_bucket
@@ -342,19 +343,22 @@ class Controller:
         """Order the named arm on a bucket; its honest price is on the decision, and the bank does not bound it.
 
         Args:
-            arm: '' = the cheapest that learns more than calibration.
+            arm: '' = the one that the bucket's learner goes on with, else the cheapest that learns more than calibration.
             context: what the host knows now; None = at the last tick.
         Raises: ValueError for an unknown arm or bucket, without rows, or while a job is in flight.
         """
         context = context or self._state.context
         if context is None:
             raise ValueError("the controller has seen no replica yet; try again in a few seconds")
-        usual = next((a for a in self._arms if a.parameters != "calibration"), self._arms[0])
-        template = next((a for a in self._arms if a.name == (arm or usual.name)), None)
-        if template is None:
-            raise ValueError(f"arm must be one of {', '.join(a.name for a in self._arms)}, got {arm!r}")
+        names = [a.name for a in self._arms]
+        if arm and arm not in names:
+            raise ValueError(f"arm must be one of {', '.join(names)}, got {arm!r}")
         view = self._view(now, context)
-        (decision,) = self._emit(price_order(view, bucket, template, self._state, context), view, now, context)
+        belief = belief_to_train(view, bucket)
+        goes_on = [a for a in self._arms if a.parameters == belief.learner_parameters]
+        usual = [a for a in self._arms if a.parameters != "calibration"]
+        template = next(a for a in (*goes_on, *usual, *self._arms) if arm in ("", a.name))
+        (decision,) = self._emit(price_order(view, belief, template, self._state, context), view, now, context)
         # whoever orders a burst wants it read whole, paid or not
         facts: dict[str, Any] = {**decision.context, "time_limit_s": self._config.job_time_limit_s, "plan": None}
         decision = msgspec.structs.replace(decision, policy="operator", context=facts)
@@ -448,8 +452,8 @@ class Controller:
         return controller
 
 
-def price_order(view: View, bucket: str, arm: ArmSpec, state: ControllerState, context: HostContext) -> Choice:
-    """The choice 'train arm on bucket' with all usable rows; raises ValueError with what to do where that cannot be."""
+def belief_to_train(view: View, bucket: str) -> BucketBelief:
+    """The belief about a bucket's class, if a job on it can be ordered; raises ValueError with what to do where it cannot."""
     if view.is_job_running:
         raise ValueError("a training job is in flight; wait until it has ended")
     bucket = next((first for first, others in view.pools.items() if bucket in others), bucket)
@@ -459,6 +463,16 @@ def price_order(view: View, bucket: str, arm: ArmSpec, state: ControllerState, c
         raise ValueError(f"bucket must be one with measured traffic ({known}), got {bucket!r}")
     if belief.fresh_rows < 1 or not belief.is_active:
         raise ValueError(f"bucket {bucket!r} has no fresh rows or no traffic to learn from; send it requests first")
+    return belief
+
+
+def price_order(view: View, belief: BucketBelief, arm: ArmSpec, state: ControllerState, context: HostContext) -> Choice:
+    """The choice 'train arm on the belief's bucket' with all usable rows; raises ValueError where that cannot be."""
+    if belief.learner_parameters not in ("", arm.parameters):
+        raise ValueError(
+            f"arm must train {belief.learner_parameters!r} as the learner of bucket {belief.bucket!r} does, whose work would "
+            f"be lost, got {arm.name!r}; leave arm out"
+        )
     jobs = price_jobs(
         view.beliefs,
         (arm,),
@@ -474,9 +488,9 @@ def price_order(view: View, bucket: str, arm: ArmSpec, state: ControllerState, c
         recall_rates=view.recall_rates,
         pools=view.pools,
     )
-    job = max((j for j in jobs if j.bucket == bucket), key=lambda j: j.arm.num_rows)
+    job = max((j for j in jobs if j.bucket == belief.bucket), key=lambda j: j.arm.num_rows)
     reason = (
-        f"Ordered by the operator: {arm.name} on {job.arm.num_rows} rows of {bucket}; "
+        f"Ordered by the operator: {arm.name} on {job.arm.num_rows} rows of {belief.bucket}; "
         f"expected to save {max(job.saving_s, 0.0):.1f} s for {job.cost.total_s:.1f} s."
     )
-    return Choice(action="train", bucket=bucket, code="operator", reason=reason, job=job)
+    return Choice(action="train", bucket=belief.bucket, code="operator", reason=reason, job=job)

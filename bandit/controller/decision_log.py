@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from paceline.bandit.beliefs.observation import BucketObservation, HostContext
-from paceline.contracts import ArmSpec, Decision, LedgerEntry, ShadowScore, TrainResult
+from paceline.contracts import ArmSpec, Decision, LedgerEntry, TrainResult
 from paceline.errors import ConfigError
 
 KIND = "feedback"
@@ -61,17 +61,17 @@ class LoggedJob(msgspec.Struct, frozen=True, kw_only=True):
     bucket: str
     arm: ArmSpec
     base_version: str
-    status: str
-    version: str | None
-    train_s: float
-    shadow_s: float
-    length_before: float | None
-    """Incumbent's acceptance length by replay; None for a job that was not scored."""
-    gain: float | None
-    """Gain in acceptance length by replay."""
-    gain_se: float
-    elsewhere: dict[str, list[ShadowScore]] = {}
-    """As in TrainResult."""
+    result: TrainResult
+
+    @property
+    def num_read(self) -> int:
+        """Rows that the burst learned."""
+        return self.arm.num_rows if self.result.num_rows is None else self.result.num_rows
+
+    @property
+    def num_learned(self) -> int:
+        """Rows that its learner has learned since the base: what its gain is of."""
+        return self.result.num_rows_before + self.num_read
 
 
 class ServiceLog(msgspec.Struct, frozen=True, kw_only=True):
@@ -223,25 +223,13 @@ def _jobs(decisions: list[Decision], results: list[_Finished]) -> list[LoggedJob
         decision, result = _order_of(done, decisions), done.result
         if decision is None or "arm" not in decision.context:
             continue
-        candidate, incumbent = result.candidate, result.incumbent
         out.append(
             LoggedJob(
                 ts=decision.ts,
                 bucket=done.bucket,
                 arm=msgspec.convert(decision.context["arm"], ArmSpec),
                 base_version=str(decision.context.get("base_version", "")),
-                status=result.status,
-                version=result.version,
-                train_s=result.train_s,
-                shadow_s=result.shadow_s,
-                length_before=incumbent.acceptance_length if incumbent is not None else None,
-                gain=candidate.gain_mean if candidate is not None else None,
-                gain_se=_error(candidate),
-                elsewhere=result.elsewhere,
+                result=result,
             )
         )
     return sorted(out, key=lambda j: j.ts)
-
-
-def _error(score: ShadowScore | None) -> float:
-    return max(score.gain_mean - score.gain_lower, 0.0) / 1.645 if score is not None else 0.0

@@ -112,8 +112,7 @@ def measured_gain(job: JobRecord, result: TrainResult) -> tuple[float, float]:
     if candidate is None:
         return 0.0, 0.1
     scale = job.length_before / incumbent.acceptance_length if incumbent and incumbent.acceptance_length > 0 else 1.0
-    error = max(candidate.gain_mean - candidate.gain_lower, 0.0) / 1.645
-    return candidate.gain_mean * scale, error * scale
+    return candidate.gain_mean * scale, candidate.gain_error * scale
 
 
 def finish_job(

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from paceline.bandit.beliefs.observation import HostContext
-from paceline.bandit.controller.controller import Controller, price_order
+from paceline.bandit.controller.controller import Controller, belief_to_train, price_order
 from paceline.bandit.controller.decision_log import FeedbackLine
 from paceline.bandit.controller.state import JobOutcome
 from paceline.bandit.policies.pricing import PricedRecall
@@ -65,7 +65,8 @@ class ForcedController(Controller):
         if logged.action == "train" and self._state.context is not None:
             try:
                 arm = msgspec.convert(logged.context["arm"], ArmSpec)
-                choice = price_order(view, logged.bucket, arm, self._state, self._state.context)
+                belief = belief_to_train(view, logged.bucket)
+                choice = price_order(view, belief, arm, self._state, self._state.context)
             except (ValueError, KeyError):
                 self.num_missed += 1
                 return None

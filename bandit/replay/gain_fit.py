@@ -50,18 +50,18 @@ def arm_share(model: GainModel, bucket: str, arm: ArmSpec) -> float:
 
 def fit_gains(jobs: Sequence[LoggedJob], best_length: float) -> GainFit:
     """Fit on scored jobs (refused ones too: they gained little) and validate by leaving each out."""
-    scored = [j for j in jobs if j.gain is not None and j.length_before is not None]
+    scored = [j for j in jobs if j.result.candidate is not None and j.result.incumbent is not None]
     misses: list[float] = []
     prior_misses: list[float] = []
     for i, job in enumerate(scored):
         others = _fit([*scored[:i], *scored[i + 1 :]], best_length)
-        misses.append(float(job.gain or 0.0) - _predict(others, job, best_length))
-        prior_misses.append(float(job.gain or 0.0) - _predict(GainModel(), job, best_length))
+        misses.append(_gain(job) - _predict(others, job, best_length))
+        prior_misses.append(_gain(job) - _predict(GainModel(), job, best_length))
     error = _root_mean_square(misses) if len(scored) >= 2 else None
     prior_error = _root_mean_square(prior_misses) if len(scored) >= 2 else None
     is_prior = len(scored) < MIN_JOBS or error is None or prior_error is None or error > prior_error
     model = GainModel() if is_prior else _fit(scored, best_length)
-    level = sum(abs(j.gain or 0.0) for j in scored) / len(scored) if scored else 0.0
+    level = sum(abs(_gain(j)) for j in scored) / len(scored) if scored else 0.0
     used = prior_error if is_prior else error
     spread = min(max(used / level, 0.05), 0.6) if used is not None and level > 0 else 0.3
     return GainFit(
@@ -72,14 +72,23 @@ def fit_gains(jobs: Sequence[LoggedJob], best_length: float) -> GainFit:
 def _fit(jobs: Sequence[LoggedJob], best_length: float) -> GainModel:
     model = GainModel()
     for job in jobs:
-        room = headroom_of(float(job.length_before or 1.0), best_length)
-        model.update(job.bucket, job.arm, room, learned_share(job.arm.num_rows), float(job.gain or 0.0), job.gain_se)
+        assert job.result.candidate is not None, "scored jobs"
+        share, error = learned_share(job.num_learned), job.result.candidate.gain_error
+        model.update(job.bucket, job.arm, _room(job, best_length), share, _gain(job), error)
     return model
 
 
 def _predict(model: GainModel, job: LoggedJob, best_length: float) -> float:
-    room = headroom_of(float(job.length_before or 1.0), best_length)
-    return model.predict(job.bucket, job.arm, room, learned_share(job.arm.num_rows))[0]
+    return model.predict(job.bucket, job.arm, _room(job, best_length), learned_share(job.num_learned))[0]
+
+
+def _gain(job: LoggedJob) -> float:
+    return 0.0 if job.result.candidate is None else job.result.candidate.gain_mean
+
+
+def _room(job: LoggedJob, best_length: float) -> float:
+    before = job.result.incumbent
+    return headroom_of(1.0 if before is None else before.acceptance_length, best_length)
 
 
 def _root_mean_square(values: Sequence[float]) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from paceline.bandit.beliefs.arms import sized
 from paceline.bandit.beliefs.gain_model import POWER, TAU_ROWS
 from paceline.bandit.beliefs.job_cost import SLOWDOWN_PRIOR, STAGING_PRIOR_S, prior_shadow_s, prior_training_s
 from paceline.bandit.controller.decision_log import FeedbackCell, FeedbackLine, LoggedJob, ServiceLog
@@ -23,7 +24,15 @@ from paceline.bandit.ledger.totals import fold_entries
 from paceline.bandit.policies.pricing import headroom_of
 from paceline.bandit.replay.curves import PriorCosts, off_diagonal
 from paceline.bandit.replay.gain_fit import GainFit, arm_share, fit_gains
-from paceline.bandit.replay.outcomes import FIRST, Learned, SimulatedOutcomes, TrainOrder, TrainTruth
+from paceline.bandit.replay.outcomes import (
+    FIRST,
+    Learned,
+    SimulatedLearner,
+    SimulatedOutcomes,
+    TrainOrder,
+    TrainTruth,
+    real_truth,
+)
 from paceline.bandit.replay.scenario import Scenario, Traffic
 from paceline.bandit.replay.simulate import run_policy
 from paceline.bandit.replay.world import RunResult
@@ -76,41 +85,37 @@ class LoggedOutcomes(SimulatedOutcomes):
         i = self._logged(order)
         if i is None:
             return super().train(order)
-        job = self.jobs[i]
+        job, result = self.jobs[i], self.jobs[i].result
+        made, score = result.version if result.status == "accepted" else None, result.candidate
+        if made and result.train_s > order.time_limit_s:
+            return super().train(order)
         self.used.add(i)
-        gain, se = float(job.gain or 0.0), job.gain_se
-        truth = TrainTruth(
-            status=job.status,
-            train_s=min(job.train_s, order.time_limit_s),
-            shadow_s=job.shadow_s,
-            seen_gain=gain,
-            seen_lower=gain - 1.645 * se,
-            reason=f"as logged: {job.version or job.status}",
-        )
-        if job.status != "accepted" or job.version is None or job.train_s > order.time_limit_s:
-            return truth if job.status != "accepted" else super().train(order)
         version = f"v{len(self._lengths)}-{order.decision_id}"
+        truth = msgspec.structs.replace(
+            real_truth(result, {made or "": version, job.base_version: order.base}),
+            train_s=min(result.train_s, order.time_limit_s),
+            reason=f"as logged: {made or result.status}",
+        )
+        if result.status == "learning":  # a burst that the log lacks goes on from there, with a test that begins anew
+            learner = SimulatedLearner(order.base, order.arm.parameters, order.domain, rows=float(job.num_learned))
+            self._learners[order.bucket] = learner
+        if made is None or score is None:
+            return truth
         base = self._lengths[order.base]
         share = self.share(order.domain, base[order.domain : order.domain + 1])
-        new = self.trained(
-            order.domain, base, float(self.closed(order.domain, order.arm, np.array([order.rows]), share)[0, 0])
-        )
-        new[order.domain] = max(base[order.domain] + gain, 1.0)
+        closed = self.closed(order.domain, order.arm, np.array([job.num_learned]), share)
+        new = self.trained(order.domain, base, float(closed[0, 0]))
+        new[order.domain] = max(base[order.domain] + score.gain_mean, 1.0)
         for d, label in enumerate(self.labels):
             scored = self.shadow.get(label, {})
             before = scored.get(self.names.get(order.base, ""))
-            if (label, job.version) in self.served:  # scores are those of the learner some requests before
-                new[d] = self.served[label, job.version]
-            elif job.version in scored and before:  # exact: both versions were replayed on the same texts
-                new[d] = base[d] * scored[job.version] / before
+            if (label, made) in self.served:  # scores are those of the learner some requests before
+                new[d] = self.served[label, made]
+            elif made in scored and before:  # exact: both versions were replayed on the same texts
+                new[d] = base[d] * scored[made] / before
         self._lengths[version] = new
-        self.names[version] = job.version
-        ours = {job.version: version, job.base_version: order.base}
-        elsewhere = {
-            bucket: [msgspec.structs.replace(s, version=ours.get(s.version, s.version)) for s in scores]
-            for bucket, scores in job.elsewhere.items()
-        }
-        return msgspec.structs.replace(truth, version=version, elsewhere=elsewhere)
+        self.names[version] = made
+        return truth
 
     def redraw(self, rng: np.random.Generator) -> None:
         """Forget the results of logged jobs, and draw anew what the gain model leaves open."""
@@ -123,7 +128,7 @@ class LoggedOutcomes(SimulatedOutcomes):
 
     def _logged(self, order: TrainOrder) -> int | None:
         for i, job in enumerate(self.jobs):
-            is_scored = job.status not in ("accepted", "rejected", "learning") or job.gain is not None
+            is_scored = job.result.status not in ("accepted", "rejected") or job.result.candidate is not None
             if i in self.used or not is_scored or self.names.get(order.base) != job.base_version:
                 continue
             is_same = job.bucket == order.bucket and job.arm.parameters == order.arm.parameters
@@ -273,9 +278,10 @@ def logged_outcomes(service: LoggedService, seed: int) -> LoggedOutcomes:
     rng = np.random.default_rng([seed, 11])
     first = log.epochs[0].first_version
     best = max([0.0, *(x for scores in log.shadow.values() for v, x in scores.items() if v != first)])
-    ended = [j.status for j in log.jobs if j.status != "stopped"]
-    ratios = [j.train_s / prior_training_s(j.arm) for j in log.jobs if j.train_s > 0 and j.status != "stopped"]
-    scorings = [j.shadow_s / prior_shadow_s(j.arm) for j in log.jobs if j.shadow_s > 0]
+    ended = [j.result.status for j in log.jobs if j.result.status != "stopped"]
+    read = [(j.result, sized(j.arm, max(j.num_read, 1))) for j in log.jobs if j.result.status != "stopped"]
+    ratios = [r.train_s / prior_training_s(arm) for r, arm in read if r.train_s > 0]
+    scorings = [r.shadow_s / prior_shadow_s(arm) for r, arm in read if r.shadow_s > 0]
     return LoggedOutcomes(
         first=service.first,
         ceiling=service.first + np.array([headroom_of(float(v), best) for v in service.first]),

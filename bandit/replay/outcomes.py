@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from paceline.bandit.beliefs.job_cost import SLOWDOWN_PRIOR, STAGING_PRIOR_S
 from paceline.bandit.replay.curves import Costs, Curves, FormulaCurves, PriorCosts, off_diagonal
 from paceline.bandit.replay.scenario import Scenario, labels
 from paceline.bootstrap import RECENT_REQUESTS, SCORED_TOGETHER, SURE_EVERY, UNSCORED_REQUESTS, GainTest, will_pay
-from paceline.contracts import ArmSpec, BurstPlan, ShadowScore
+from paceline.contracts import ArmSpec, BurstPlan, ShadowScore, TrainResult
 
 FIRST = "v0"
 GATE_NOISE = 0.03
@@ -70,6 +71,24 @@ class TrainTruth(msgspec.Struct, frozen=True, kw_only=True):
     elsewhere: dict[str, list[ShadowScore]] | None = None
     """As in TrainResult; None = nobody measured it, and the world draws it."""
     reason: str
+
+
+def real_truth(result: TrainResult, versions: Mapping[str, str]) -> TrainTruth:
+    """What a real burst brought. versions: name in the result -> name in the replay; others keep theirs."""
+    score = result.candidate
+    made = result.version if result.status == "accepted" else None
+    return TrainTruth(
+        status=result.status, version=versions.get(made or "", made), train_s=result.train_s,
+        shadow_s=result.shadow_s, reason=result.reason, num_rows=result.num_rows, num_requests=result.num_requests,
+        log_evidence=result.log_evidence, num_rows_before=result.num_rows_before,
+        seen_gain=None if score is None else score.gain_mean,
+        seen_lower=0.0 if score is None else score.gain_lower,
+        num_scored=0 if score is None else score.num_requests,
+        elsewhere={
+            bucket: [msgspec.structs.replace(s, version=versions.get(s.version, s.version)) for s in scores]
+            for bucket, scores in result.elsewhere.items()
+        },
+    )  # fmt: skip
 
 
 class Outcomes(Protocol):

@@ -153,7 +153,7 @@ def order_training(around: Surroundings) -> str:
         if state.job is not None:
             return state.job.job_id
         for bucket in sorted(state.rows, key=lambda name: -state.rows[name]):
-            response = place.order("train", bucket=bucket, arm="head")
+            response = place.order("train", bucket=bucket)
             if response.status_code == 200 and (job := place.snapshot().job) is not None:
                 return job.job_id
             said = response.text[:200]

@@ -30,7 +30,7 @@ from paceline.adapt.online.trainer import ShadowConfig, load_version, run_traini
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.bandit.beliefs.arms import default_arms
 from paceline.bandit.beliefs.job_cost import STAGING_PRIOR_S
-from paceline.bandit.replay.outcomes import FIRST, TrainOrder, TrainTruth
+from paceline.bandit.replay.outcomes import FIRST, TrainOrder, TrainTruth, real_truth
 from paceline.bandit.replay.scenario import Scenario, Traffic
 from paceline.bandit.replay.simulate import policy_config
 from paceline.bandit.replay.world import World
@@ -219,18 +219,12 @@ class LiveOutcomes:
         job_id = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
         result = self._result(job_id, order, base, shards, rehearsal, previous)
         self._chains[chain] = job_id
-        version = None
+        ours = {base: order.base}
         if result.status == "accepted" and result.version is not None:
             self._makers.setdefault(result.version, job_id)
             version = result.version if order.base == FIRST else f"{result.version}-{order.decision_id}"
-            self.names[version] = result.version
-        candidate = result.candidate
-        return TrainTruth(
-            status=result.status, version=version, train_s=result.train_s, shadow_s=result.shadow_s,
-            seen_gain=candidate.gain_mean if candidate is not None else 0.0,
-            seen_lower=candidate.gain_lower if candidate is not None else 0.0, reason=result.reason,
-            num_rows=result.num_rows, num_rows_before=result.num_rows_before,
-        )  # fmt: skip
+            self.names[version], ours[result.version] = result.version, version
+        return real_truth(result, ours)
 
     def _result(
         self, job_id: str, order: TrainOrder, base: str, shards: list[str], rehearsal: list[str], previous: str

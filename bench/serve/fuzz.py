@@ -26,6 +26,7 @@ from rich.console import Console
 from paceline.bench.common.result_file import ResultFile
 from paceline.bench.common.terminal import new_table, progress
 from paceline.bench.serve.fuzz_sockets import RawOutcome, ask_raw
+from paceline.bench.serve.server_metrics import parse_page
 from paceline.errors import PacelineError
 from paceline.records import JsonFile, Setting, count, record
 
@@ -340,8 +341,8 @@ _GAUGES = ("paceline_kv_pages_free", "paceline_requests_running", "paceline_requ
 async def _gauges(http: httpx.AsyncClient, options: FuzzOptions) -> dict[str, float]:
     """What /metrics says of requests and pages; {} where it says nothing or is closed."""
     headers = {} if options.api_token is None else {"authorization": f"Bearer {options.api_token}"}
-    page = (await http.get("/metrics", headers=headers)).text
-    return {n: float(v) for n, v in re.findall(r"^(\w+) ([0-9.e+-]+)$", page, re.M) if n in _GAUGES}
+    page = parse_page((await http.get("/metrics", headers=headers)).text)
+    return {name: total for name in _GAUGES if (total := page.total(name)) is not None}
 
 
 async def _settled(

@@ -65,7 +65,7 @@ class ServeBenchOptions(ServerOptions):
     extra_body: A[
         str, Setting("JSON object added to requests, as '{\"ignore_eos\": true}'; null drops a field.", panel=REQUESTS)
     ] = "{}"
-    api_key: A[
+    api_token: A[
         str | None, Setting("Bearer token; better in the environment.", panel=SERVER, env="PACELINE_API_TOKEN")
     ] = None
     note: A[str, Setting("Words kept in the JSON: which server, started how, what else ran.")] = ""
@@ -126,7 +126,7 @@ def run_serve_bench(options: ServeBenchOptions, console: Console) -> dict[str, A
 
     Raises: PacelineError when the server cannot be reached or started, or refuses a plain streaming request.
     """
-    shown = dataclasses.replace(options, api_key="given" if options.api_key else None)  # never written to a file
+    shown = dataclasses.replace(options, api_token="given" if options.api_token else None)  # never written to a file
     plan, num_repeated = plan_requests(options)
     with options.server(console) as url:
         extra = {"url": url, "num_repeated_prompts": num_repeated, "cells": []}
@@ -141,7 +141,7 @@ async def _run(
 ) -> dict[str, Any]:  # fmt: skip
     is_chat = options.route == "chat"
     lags_s: list[float] = []
-    async with options.client(url, options.api_key) as http:
+    async with options.client(url, options.api_token) as http:
         features = await find_features(http, url, is_chat=is_chat, model=options.model, extra=options.extra)
         result.update(server={k: getattr(features, k) for k in ("model", "has_token_ids", "has_usage", "has_done")})
         client = StreamClient(

@@ -542,9 +542,8 @@ class ControllerStore:
             pipe.set(keys.desired, encode(state_desired))
         for key in commit.delete:
             pipe.delete(key)
-        excess = len(self.decisions) + len(commit.decisions) - MAX_DECISIONS
-        if excess > 0:
-            pipe.hdel(keys.decisions, *[str(i) for i in list(self.decisions)[:excess]])
+        if too_old := _too_old(self.decisions | {d.decision_id: d for d in commit.decisions}):
+            pipe.hdel(keys.decisions, *[str(i) for i in too_old])
         # without what it acknowledges: that may be thousands of ids, and the lines are all that is asked for
         self._made = _Unfiled(state.num_booked, replace(commit, ack_ids=[], delete=[]))
         try:
@@ -614,8 +613,13 @@ class ControllerStore:
         self.ledger.extend(commit.ledger)
         assert self._made is not None, "a transaction made it"
         self._unfiled.append(self._made)
-        for old in list(self.decisions)[: max(0, len(self.decisions) - MAX_DECISIONS)]:
+        for old in _too_old(self.decisions):
             del self.decisions[old]
+
+
+def _too_old(decisions: Mapping[int, Any]) -> list[int]:
+    """Those of the decisions that Redis does not keep."""
+    return list(decisions)[: max(0, len(decisions) - MAX_DECISIONS)]
 
 
 @dataclass(slots=True)

@@ -326,7 +326,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict:
                 target = pad_target(data_dir / "target")
                 drafter = copy_drafter(options.drafter, target, data_dir / "drafter")
                 config = replace(config, model=str(target), drafter=drafter)
-                service = run_service(config)
+                service = run_service(config, check=signals.check)
             signals.check()
             schedule, url = Schedule(options), service.url
             drive(

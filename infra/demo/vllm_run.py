@@ -118,7 +118,7 @@ def run_vllm_demo(options: DemoOptions, config: ServiceConfig, console: Console)
     """
     import ray
 
-    from paceline.infra.app import start_ray
+    from paceline.infra.app import http_options, start_ray
     from paceline.infra.demo.run import Schedule, drive, final_state
 
     python, own_dir = check_options(options), options.data_dir is None
@@ -157,7 +157,7 @@ def run_vllm_demo(options: DemoOptions, config: ServiceConfig, console: Console)
                 facts = wait_for_engine(config, signals.stop.wait)
                 signals.check()
                 assert facts is not None, "only a stop ends the wait without an engine"
-                attached = Attached(config, first, facts)
+                attached = Attached(config, first, facts, http_options(config))
                 _wait_for_drafter(vllm.url, first.version, signals)
             schedule = Schedule(options)
             state_url, url = f"http://127.0.0.1:{config.port}", vllm.url

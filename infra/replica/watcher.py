@@ -28,6 +28,8 @@ from paceline.machine import Clock, SystemClock
 logger = logging.getLogger(__name__)
 
 _NUM_PAUSES = 64
+_LOST_S = 0.2
+"""Behind a lost subscription: as long as a connection takes to be there again, and no loop where Redis refuses it."""
 _MOST_AWAY_S = 60.0
 """Longest wait before an engine that did not answer is asked again."""
 
@@ -120,6 +122,8 @@ class ReplicaWatcher:
         self._facts, self._poll_s, self._report_s = facts, poll_s, report_s
         self._clock = clock or SystemClock()
         self._breaker = Breaker()
+        self._away_s = 0.0
+        """Until the next pass, where Redis is away."""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._pubsub: redis.client.PubSub | None = None
@@ -394,8 +398,10 @@ class ReplicaWatcher:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            if not self._wait_for_hint():
-                self._stop.wait(self._breaker.failed())
+            if self.is_redis_up:
+                self._wait_for_hint()
+            else:
+                self._stop.wait(self._away_s)
             if not self._stop.is_set():
                 try:
                     self.reconcile()
@@ -403,8 +409,8 @@ class ReplicaWatcher:
                     logger.exception("reconciling failed; trying again")
                     self._stop.wait(1.0)
 
-    def _wait_for_hint(self) -> bool:
-        """Wait for a poke or the poll interval; False when Redis is away."""
+    def _wait_for_hint(self) -> None:
+        """Wait for a poke or the poll interval; what is wrong with Redis is found by the pass behind it."""
         is_soon = (self._retry_stage and self._engine_breaker.is_up is not False) or self._has_loaded
         deadline = time.monotonic() + (min(0.2, self._poll_s) if is_soon else self._poll_s)
         try:
@@ -413,12 +419,11 @@ class ReplicaWatcher:
                 self._pubsub.subscribe(self._keys.poke)
             while not self._stop.is_set() and (left := deadline - time.monotonic()) > 0:
                 if self._pubsub.get_message(timeout=min(left, 0.25)) is not None:
-                    return True
+                    return
         except (RedisError, OSError) as e:
+            logger.debug("pub/sub connection is gone: %s", e)
             self._close_pubsub()
-            self._note_outage(e)
-            return False
-        return True
+            self._stop.wait(_LOST_S)
 
     def _close_pubsub(self) -> None:
         if self._pubsub is not None:
@@ -431,4 +436,4 @@ class ReplicaWatcher:
     def _note_outage(self, error: Exception) -> None:
         if self.is_redis_up:
             logger.warning("redis is away, the replica keeps drafter %s: %s", self.version or "none", error)
-        self._breaker.failed()
+        self._away_s = self._breaker.failed()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ import msgspec
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from redis.exceptions import RedisError
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from paceline.adapt.families.target_handle import load_target_handle
 from paceline.adapt.versions.registry import DrafterRegistry
@@ -162,13 +164,17 @@ class SglangReplicas:
 class Attached:
     """Controller and dashboard of a service whose engines are others'; Ray must run."""
 
-    def __init__(self, config: ServiceConfig, first: FirstDrafter, facts: EngineFacts) -> None:
-        """config: with redis_url, and the port to listen on."""
+    def __init__(self, config: ServiceConfig, first: FirstDrafter, facts: EngineFacts, http: Mapping[str, Any]) -> None:
+        """config: with redis_url, and the port to listen on. http: what uvicorn is told about that port.
+
+        Raises: ConfigError, before anything is started.
+        """
         if config.engine.max_class_deltas:
             raise ConfigError("engine.max_class_deltas must be 0: only Paceline's own engine drafts with deltas")
         if facts.draft_shape == "chain" and config.gate_chain is None:  # the gate replays what the engine drafts
             config = dataclasses.replace(config, gate_chain=facts.max_draft_tokens)
         self.config = config
+        self._tokens = Tokens.of(config)
         self._supervisor = ControllerSupervisor(
             controller_spec(config, first.target_version, first_version=first.version)
         )
@@ -177,13 +183,12 @@ class Attached:
             model=config.model_name, target=config.model, replica_id="attached", target_version=first.target_version,
             slots=DrafterSlots(), counters=dict, watcher=None, is_adaptive=True,
         )  # fmt: skip
-        self._tokens = Tokens.of(config).start()
+        self._tokens.start()
         self._feed = DashboardFeed(view.state, view.traffic)
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                _app(config, self._tokens, view, self._feed), host=config.host, port=config.port, log_level="warning"
-            )
-        )
+        app = _app(config, self._tokens, view, self._feed)
+        if config.route_prefix != "/":
+            app = Starlette(routes=[Mount(config.route_prefix, app=app)])
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", **http))
         self._thread = threading.Thread(target=self._server.run, name="attached-http", daemon=True)
         self._thread.start()
 
@@ -196,7 +201,7 @@ class Attached:
         self._tokens.close()
 
 
-def _app(config: ServiceConfig, tokens: Tokens, view: ServiceView, feed: DashboardFeed) -> FastAPI:
+def _app(config: ServiceConfig, tokens: Tokens, view: ServiceView, feed: DashboardFeed) -> Starlette:
     app, access = FastAPI(title="Paceline", openapi_url=None), Access.of(config, tokens)
 
     @app.get("/paceline/state")

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -130,6 +130,7 @@ class ResumeIngress:
         )
         target = SpanTarget.of(self._config)
         self._spans = None if target is None else target.open(replica_id)
+        self._closers: list[Callable[[], None]] = [] if self._spans is None else [self._spans.close]
         self._engines = engines
         streams = engines.options(stream=True)
         self._generate, self._http = streams.generate, streams.http
@@ -141,12 +142,13 @@ class ResumeIngress:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         open_http, process_id = lambda raw: HandleStream(self._http, raw), self._replica_id
-        return build_api(ingress_parts(self._config, self._client, open_http, process_id, self._spans))
+        parts, closers = ingress_parts(self._config, self._client, open_http, process_id, self._spans)
+        self._closers += closers
+        return build_api(parts)
 
     async def __del__(self) -> None:
-        spans: ProcessSpans | None = getattr(self, "_spans", None)
-        if spans is not None:
-            await asyncio.to_thread(spans.close)
+        for close in reversed(getattr(self, "_closers", ())):
+            await asyncio.to_thread(close)
 
     async def _probe(self) -> None:
         while True:
@@ -166,8 +168,11 @@ class ResumeIngress:
 
 def ingress_parts(
     config: ServiceConfig, client: ResumingClient, open_http: Any, process_id: str, spans: ProcessSpans | None = None
-) -> ApiParts:
-    """What the routes of an ingress are put together from; raises ConfigError without a readable tokenizer."""
+) -> tuple[ApiParts, list[Callable[[], None]]]:
+    """What the routes of an ingress are put together from, and what closes it.
+
+    Raises: ConfigError without a readable tokenizer.
+    """
     from paceline.serving.loading.checkpoint import open_checkpoint
 
     meters = HttpMeters()
@@ -178,12 +183,14 @@ def ingress_parts(
             counters |= {f"spans_{what}": n for what, n in spans.counters().items()}
         return ReplicaNumbers(kind=INGRESS, model=config.model_name, counters=counters, http=meters)
 
+    tokenizer = open_checkpoint(resolve_model(config.model)).tokenizer()
+    tokens = Tokens.of(config).start()
     exchange = NumbersExchange(config.redis_url, Keys(config.model_name), process_id, numbers).start()
-    return ApiParts(
+    parts = ApiParts(
         client=client,
         admitted=client.admitted,
-        tokenizer=open_checkpoint(resolve_model(config.model)).tokenizer(),
-        clients=Clients.of(config, Tokens.of(config).start(), num_sharing=lambda: config.ingress.num_replicas),
+        tokenizer=tokenizer,
+        clients=Clients.of(config, tokens, num_sharing=lambda: config.ingress.num_replicas),
         holdback_percent=client.holdback_percent,
         trusts_groups=config.policy.trusts_groups,
         opt_out_tenants=frozenset(config.trace.opt_out_tenants),
@@ -195,6 +202,7 @@ def ingress_parts(
         spans=None if spans is None else spans.http,
         open_routers=(relay_router(open_http, lambda: render_ingress_metrics(exchange.gather(INGRESS))),),
     )
+    return parts, [tokens.close, exchange.close]
 
 
 def bind_resuming(

@@ -175,3 +175,12 @@ def test_a_burst_that_an_operator_orders_is_read_whole_whether_it_pays_or_not():
     w.run(300)
     assert not w.of("train"), "it would not pay"
     assert burst_plan(w.controller.train_now("a", "full", w.clock.now())) is None
+
+
+def test_an_order_goes_on_with_the_learner_that_a_bucket_has():
+    w = _world(lambda t: {"a": 0.5, "b": 0.5})
+    w.run(300)
+    w.controller._state.learners["a"] = (w.version_of("a"), 500, "full")
+    with pytest.raises(ValueError, match="arm must train 'full' as the learner of bucket 'a' does"):
+        w.controller.train_now("a", "head", w.clock.now())
+    assert w.controller.arm_of(w.controller.train_now("a", "", w.clock.now())).parameters == "full"

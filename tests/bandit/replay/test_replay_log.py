@@ -8,11 +8,12 @@ import pytest
 
 from paceline.bandit.controller.decision_log import LoggedJob, read_log
 from paceline.bandit.replay.gain_fit import MIN_JOBS, fit_gains
-from paceline.bandit.replay.logged import prepare, replay_logged
+from paceline.bandit.replay.logged import logged_outcomes, prepare, replay_logged
+from paceline.bandit.replay.outcomes import FIRST, TrainOrder
 from paceline.bandit.replay.scenario import Scenario
 from paceline.bandit.replay.simulate import draw_world, policy_config
 from paceline.bandit.replay.world import World, record
-from paceline.contracts import ArmSpec
+from paceline.contracts import ArmSpec, ShadowScore, TrainResult
 from paceline.errors import ConfigError
 
 FULL = ArmSpec(name="full", parameters="full", num_rows=4000)
@@ -34,7 +35,7 @@ def test_everything_that_was_logged_is_read(served):
     log = read_log(path)
     assert len(log.epochs) == pytest.approx(2400 / 30, abs=2)
     assert len(log.jobs) == world.num_jobs - (world.job is not None) >= 2
-    accepted = [j for j in log.jobs if j.status == "accepted"]
+    accepted = [j for j in log.jobs if j.result.status == "accepted"]
     assert len(accepted) == world.num_accepted
     assert all(j.arm.num_rows > 0 and j.bucket in log.shadow for j in accepted)
 
@@ -53,10 +54,31 @@ def test_a_job_that_the_log_holds_is_replayed_as_it_went(served):
     path, _ = served
     log = read_log(path)
     run = replay_logged(prepare(log, "log"), "payoff", {}, 0)
-    first = next(e for e in run.events if e["action"] in ("accepted", "rejected"))
+    ends = ("accepted", "rejected", "learning")
+    first = next(e for e in run.events if e["action"] in ends)
     assert first["reason"].startswith("as logged")
     logged = next(j for j in log.jobs if j.bucket == first["bucket"])
-    assert (logged.version or logged.status) in first["reason"]
+    assert (logged.result.version or logged.result.status) in first["reason"]
+
+
+def test_a_burst_of_the_log_reads_as_many_rows_as_it_did_and_leaves_its_learner_behind(served):
+    service = prepare(read_log(served[0]), "log")
+    whole = service.log.jobs[0]
+    part = msgspec.structs.replace(
+        whole.result, status="learning", version=None, num_rows=500, num_rows_before=900, log_evidence=1.5
+    )
+    job = msgspec.structs.replace(whole, result=part)
+    outcomes = logged_outcomes(service, 0)
+    order = TrainOrder(
+        step=3, domain=service.traffic.labels.index(job.bucket), bucket=job.bucket, arm=job.arm, base=FIRST,
+        rows=job.arm.num_rows, rows_per_request=100.0, time_limit_s=1e6, decision_id=1,
+    )  # fmt: skip
+    outcomes.jobs = [job]
+    truth = outcomes.train(order)
+    assert (truth.status, truth.num_rows, truth.num_rows_before, truth.log_evidence) == ("learning", 500, 900, 1.5)
+    assert truth.num_requests == part.num_requests and truth.seen_gain == part.candidate.gain_mean
+    again = outcomes.train(order)  # the log has no other
+    assert again.num_rows_before == 1400
 
 
 def test_replays_of_a_log_repeat_by_seed_and_stay_below_the_bound(served):
@@ -92,15 +114,26 @@ def _jobs(count: int, share: float, noise: float = 0.0) -> list[LoggedJob]:
     from paceline.bandit.beliefs.gain_model import learned_share
     from paceline.bandit.policies.pricing import headroom_of
 
+    def score(version: str, length: float, gain: float) -> ShadowScore:
+        return ShadowScore(
+            version=version, acceptance_length=length, num_requests=20, num_tokens=800, gain_mean=gain,
+            gain_lower=gain - 0.033,
+        )  # fmt: skip
+
     rng = np.random.default_rng(0)
     out = []
     for i in range(count):
         rows = int(rng.integers(1000, 12_000))
+        before = int(rng.integers(rows))  # by the learner, in earlier bursts
         gain = share * headroom_of(1.5, 2.5) * learned_share(rows) + noise * rng.standard_normal()
         out.append(
             LoggedJob(
-                ts=float(i), bucket="ab"[i % 2], arm=msgspec.structs.replace(FULL, num_rows=rows), base_version="v0",
-                status="accepted", version=f"v{i}", train_s=5.0, shadow_s=1.0, length_before=1.5, gain=float(gain), gain_se=0.02,
+                ts=float(i), bucket="ab"[i % 2], arm=msgspec.structs.replace(FULL, num_rows=rows - before), base_version="v0",
+                result=TrainResult(
+                    job_id=f"{i}", status="accepted", version=f"v{i}", reason="", train_s=5.0, shadow_s=1.0,
+                    candidate=score(f"v{i}", 1.5 + gain, gain), incumbent=score("v0", 1.5, 0.0),
+                    num_rows=rows - before, num_rows_before=before,
+                ),
             )
         )  # fmt: skip
     return out

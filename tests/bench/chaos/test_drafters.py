@@ -19,6 +19,6 @@ def test_a_version_damaged_twice_is_damaged(tmp_path: Path) -> None:
     publisher = Publisher(tmp_path, first)
     version = publisher.damaged(3)
     assert version != first and publisher.damaged(3) == version
-    with pytest.raises(PacelineError, match="damaged|sha256"):
+    with pytest.raises(PacelineError, match=r"damaged|sha256"):
         registry.load_state(version)
     assert publisher.damaged(4) != version, "another seed, another version"

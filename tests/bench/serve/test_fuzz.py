@@ -87,6 +87,30 @@ def test_a_server_with_faults_fails() -> None:
     assert document["faults"]["503 without a reason"] > 5 and 0 < len(document["examples"]) <= 20
 
 
+def test_a_server_with_something_left_over_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.bench.serve.fuzz.CHECK_S", 1.0)
+    app, free = FastAPI(openapi_url=None), {"a": 64, "b": 64}
+
+    async def answer(request: Request) -> Response:
+        await request.body()
+        free["b"] -= 1
+        return Response("{}")
+
+    async def metrics() -> Response:
+        page = (f'paceline_kv_pages_free{{model="m",replica="{name}"}} {n}\n' for name, n in free.items())
+        return Response("# TYPE paceline_kv_pages_free gauge\n" + "".join(page))
+
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
+        app.add_api_route(path, answer, methods=["POST"])
+    app.add_api_route("/openapi.json", lambda: DOCUMENT, methods=["GET"])
+    app.add_api_route("/healthz", dict, methods=["GET"])
+    app.add_api_route("/metrics", metrics, methods=["GET"])
+    with serve_app(app) as url:
+        document = fuzz(url, 30, seed=4)
+    assert document["before"] == {"paceline_kv_pages_free": 128.0}
+    assert has_failed(document) and document["faults"] == {"not as before": 1}, document["faults"]
+
+
 def test_requests_follow_from_the_seed() -> None:
     def drawn(seed: int) -> list[Any]:
         requests = FuzzRequests(DOCUMENT, random.Random(seed), "k")

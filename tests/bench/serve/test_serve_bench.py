@@ -46,7 +46,7 @@ def test_a_sound_server_is_measured_under_both_kinds_of_load(url, tmp_path, rout
     assert result.exit_code == 0, result.output
     text = path.read_text()
     document = json.loads(text)
-    assert TOKEN not in text and document["is_complete"] and document["options"]["api_key"] == "given"
+    assert TOKEN not in text and document["is_complete"] and document["options"]["api_token"] == "given"
     assert [c["load"] for c in document["cells"]] == ["1 client", "3 clients", "40 requests/s"]
     for cell in document["cells"]:
         assert cell["num_whole"] == cell["num_requests"] == 12 and cell["problems"] == {}

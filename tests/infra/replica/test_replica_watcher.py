@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, field
+from random import Random
 
 import msgspec
 import pytest
@@ -13,7 +14,7 @@ from paceline.infra.controller.jobs import Lease
 from paceline.infra.replica.span_target import SpanTarget
 from paceline.infra.replica.watcher import ReplicaWatcher
 from paceline.infra.state.desired import commit_desired, ensure_first_version, read_reports
-from paceline.infra.state.redis_clients import patient_client
+from paceline.infra.state.redis_clients import Breaker, patient_client
 from paceline.infra.state.redis_server import EmbeddedRedis
 from tests.helpers.collector import Collector
 from tests.helpers.hanging import Hanging
@@ -298,6 +299,19 @@ def test_outage_keeps_the_drafter_and_the_next_generation_arrives_after_it(tmp_p
     assert w.is_redis_up
     w.stop()
     server.stop()
+
+
+def test_a_pass_without_redis_counts_once_so_that_the_sixth_waits_the_longest(keys, wait_until):
+    w = watcher("redis://127.0.0.1:1/0", keys, Slots())
+    waits: list[float] = []
+    w._breaker = breaker = Breaker(base_s=0.01, cap_s=0.08, rng=Random(0))
+    failed = breaker.failed
+    breaker.failed = lambda: waits.append(failed()) or waits[-1]
+    w.start(first_read_s=0.0)
+    wait_until(lambda: len(waits) >= 6)
+    w.stop()
+    for wait_s, most_s in zip(waits, (0.01, 0.02, 0.04, 0.08, 0.08, 0.08), strict=False):
+        assert most_s / 2 <= wait_s <= most_s, waits
 
 
 def test_start_without_redis_serves_after_the_patience(keys):

@@ -1,5 +1,6 @@
 """Attached engines: the control plane of replicas that others run begins with their first report, and ends without them."""
 
+import ssl
 import threading
 import time
 
@@ -10,13 +11,14 @@ import ray
 from paceline.config import ServiceConfig
 from paceline.contracts import EngineFacts, ReplicaReport
 from paceline.errors import ConfigError
-from paceline.infra.app import attach_forever, start_ray
+from paceline.infra.app import attach_forever, http_options, service_url, start_ray
 from paceline.infra.service.attached import Attached, put_first_drafter, wait_for_engine
 from paceline.infra.service.stores import StorePaths
 from paceline.infra.state.desired import read_desired, write_report
 from paceline.infra.state.redis_clients import Keys, patient_client
 from paceline.infra.state.redis_server import EmbeddedRedis
 from paceline.machine import free_port
+from tests.helpers.service_load import make_certificate
 
 FACTS = EngineFacts(
     kind="vllm", draft_shape="chain", max_draft_tokens=5, group_unit="time", window_s=30.0, timing="round", has_features=True
@@ -71,7 +73,9 @@ def test_without_a_redis_there_is_nothing_to_attach_to(monkeypatch):
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_controller_decides_for_engines_that_report(redis, tmp_path):
-    config, keys, stop = config_of(redis, tmp_path), Keys("other"), threading.Event()
+    cert, key = map(str, make_certificate(tmp_path))
+    config = config_of(redis, tmp_path, route_prefix="/other", tls_cert=cert, tls_key=key)
+    keys, stop = Keys("other"), threading.Event()
     first = put_first_drafter(config)
 
     def keep_reporting() -> None:
@@ -82,19 +86,24 @@ def test_a_controller_decides_for_engines_that_report(redis, tmp_path):
     assert start_ray(config)
     thread = threading.Thread(target=keep_reporting)
     thread.start()
-    attached = Attached(config, first, FACTS)
+    attached = Attached(config, first, FACTS, http_options(config))
+    http = httpx.Client(verify=ssl.create_default_context(cafile=cert), timeout=10.0)
     try:
         assert attached.config.gate_chain == 5, "the gate replays chains as long as the engine's"
-        url, state = f"http://127.0.0.1:{config.port}", {}
+        url, state = service_url(config), {}
+        assert url == f"https://127.0.0.1:{config.port}/other"
         deadline = time.monotonic() + 120.0
         while not state.get("replicas") and time.monotonic() < deadline:
             try:
-                state = httpx.get(f"{url}/paceline/state", timeout=10.0).json()
+                state = http.get(f"{url}/paceline/state").json()
             except httpx.HTTPError:
                 time.sleep(0.5)
         assert state["first_version"] == state["version"] == first.version
         assert [r["replica_id"] for r in state["replicas"]] == ["v"]
-        assert httpx.get(f"{url}/dashboard", timeout=10.0).status_code == 200
+        assert http.get(f"{url}/dashboard").status_code == 200
+        assert http.get(url.removesuffix("/other") + "/dashboard").status_code == 404, "another service's address"
+        with pytest.raises(httpx.HTTPError):  # tokens never travel in the clear
+            httpx.get(url.replace("https", "http") + "/paceline/state", timeout=10.0)
         with patient_client(redis.url) as client:
             assert read_desired(client, keys).first_version == first.version
     finally:
@@ -103,4 +112,23 @@ def test_a_controller_decides_for_engines_that_report(redis, tmp_path):
         attached.close()
         ray.shutdown()
     with pytest.raises(httpx.HTTPError):
-        httpx.get(f"{url}/paceline/state", timeout=2.0)
+        http.get(f"{url}/paceline/state")
+    http.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "there"),
+    [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("::1", "[::1]"), ("fd00::2", "[fd00::2]")],
+)
+def test_a_service_says_where_it_is_reached(host, there):
+    url = service_url(ServiceConfig(host=host, port=8000, route_prefix="/"))
+    assert url == f"http://{there}:8000" and str(httpx.URL(f"{url}/v1")) == f"{url}/v1"
+
+
+def test_what_cannot_be_used_is_refused_before_anything_starts(redis, tmp_path):
+    config = config_of(redis, tmp_path, token_file=str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="token_file"):
+        attach_forever(config, None)
+    with pytest.raises(ConfigError, match="tls_cert and tls_key"):
+        attach_forever(config_of(redis, tmp_path, tls_cert="none.pem", tls_key="none.pem"), None)
+    assert not StorePaths.of(config).home.exists()
