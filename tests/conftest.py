@@ -24,6 +24,9 @@ if str(ROOT) not in sys.path:
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # at 15 they would wait for every other test
+# clusters that tests start themselves look as often as the product's own, whose reasons stand in infra/app.py
+os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")
+os.environ.setdefault("RAY_SERVE_METRICS_EXPORT_INTERVAL_MS", "10000")
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 if "RAY_AUTH_TOKEN_PATH" not in os.environ:  # else Ray would write ~/.ray/auth_token
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

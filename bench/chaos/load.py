@@ -127,10 +127,11 @@ class Load:
     """A thread that keeps `width` requests in flight until its `with` block ends, and waits for those that outlive it."""
 
     def __init__(
-        self, url: str, ask: Callable[[httpx.AsyncClient, int], Awaitable[Answer]], *, width: int, timeout_s: float = 120.0
+        self, url: str, ask: Callable[[httpx.AsyncClient, int], Awaitable[Answer]], *, width: int, timeout_s: float = 120.0,
+        pause_s: float = 0.0,
     ) -> None:  # fmt: skip
-        """ask: sends the request of a number, 0, 1, ..., to its end."""
-        self._url, self._ask, self._width, self._timeout_s = url, ask, width, timeout_s
+        """ask: sends the request of a number, 0, 1, ..., to its end. pause_s: behind each answer, to leave a computer room."""
+        self._url, self._ask, self._width, self._timeout_s, self._pause_s = url, ask, width, timeout_s, pause_s
         self._is_over = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="load", daemon=True)
@@ -162,8 +163,7 @@ class Load:
                 while not self._is_over:
                     answer = await self._ask(http, i)
                     self.answers.append(answer)
-                    if answer.error is not None:
-                        await asyncio.sleep(PAUSE_S)
+                    await asyncio.sleep(self._pause_s if answer.error is None else PAUSE_S)
                     i += self._width
 
             await asyncio.gather(*(work(k) for k in range(self._width)))

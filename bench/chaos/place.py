@@ -214,10 +214,11 @@ class Place:
 
     def processes(self, *kinds: str) -> list[psutil.Process]:
         """The running processes of these kinds, the oldest first."""
+        application, found = application_name(self._given), list[psutil.Process]()
         if kinds == ("redis",):
-            pid = self.redis.pid
-            return [psutil.Process(pid)] if pid is not None else []
-        application, found = application_name(self._given), []
+            with contextlib.suppress(psutil.NoSuchProcess):  # it may be killed at this moment, and started anew
+                found += [psutil.Process(pid) for pid in (self.redis.pid,) if pid is not None]
+            return found
         starts = tuple(PROCESSES[kind].format(application=application) for kind in kinds if kind in PROCESSES)
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):

@@ -21,7 +21,7 @@ def test_faults_of_every_main_kind_take_no_token_and_all_comes_back(tmp_path: Pa
     write_model(tmp_path / "model")
     write_drafter(tmp_path / "drafter", read_target(tmp_path / "model"), seed=0)
     options = ChaosOptions(
-        num_faults=len(KINDS), kinds=KINDS, seed=2, is_resuming_answers=True, model=str(tmp_path / "model"),
+        num_faults=len(KINDS), kinds=KINDS, seed=2, is_resuming_answers=True, width=3, model=str(tmp_path / "model"),
         drafter=str(tmp_path / "drafter"), resume=tmp_path / "run", json=tmp_path / "r.json", html=tmp_path / "r.html",
     )  # fmt: skip
     said = io.StringIO()

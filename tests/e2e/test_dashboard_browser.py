@@ -68,7 +68,7 @@ class Place:
         began, traffic = time.monotonic(), Traffic(("tools", "math"), None, 0)
         clients = {bucket: DemoClient(self.url, "paceline", began, bucket) for bucket in ("tools", "math")}
         try:
-            while not stop.is_set():
+            while not stop.wait(0.0 if SCREENSHOTS else 0.1):
                 bucket = "tools" if time.monotonic() - began < (40.0 if SCREENSHOTS else 3.0) else "math"
                 clients[bucket].send(traffic.next(Phase(name="x", buckets=(bucket,), share=1.0)), "x")
         except BaseException as e:

@@ -99,7 +99,7 @@ def test_replicas_come_with_requests_and_drain_without_a_failed_one(tmp_path: Pa
 
             wait_for(is_second, "a second replica", RESTART_S, every_s=0.02)
             assert [r["class_versions"] for r in wait_for(both, "reports of both replicas")] == [wanted, wanted]
-        with Load(url, ask_one, width=1) as quiet:
+        with Load(url, ask_one, width=1, pause_s=0.2) as quiet:
             wait_for(lambda: "STOPPING" in replica_states("paceline"), "a replica that drains", RESTART_S, every_s=0.02)
             post("pin", version=later)
             wait_for(lambda: replica_states("paceline") == {"RUNNING": 1}, "its end", RESTART_S)

@@ -473,7 +473,7 @@ def test_a_drafter_that_replicas_refuse_never_serves(place: Place, tmp_path: Pat
         state = place.state()
         return state["gen"] == gen + 2 and state["version"] == place.first
 
-    answers = under_load(place.url, lambda: wait_for(is_back, "the roll-back"), width=3)
+    answers = under_load(place.url, lambda: wait_for(is_back, "the roll-back"), width=3, pause_s=0.3)
     for answer in answers:
         answer.check_complete()
         assert answer.version == place.first

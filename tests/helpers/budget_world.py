@@ -63,6 +63,8 @@ class World:
     traffics: list[Traffic]
     batch: Callable[[int], int] = lambda _: 1
     """Round -> requests that run."""
+    rest_s: float = 0.3e-3
+    """Of a round outside the two models."""
     row_s: float = 0.4e-3
     base_s: float = 4e-3
     draft_s: float = 1.2e-3
@@ -77,6 +79,10 @@ class World:
     def verify_s(self, rows: int) -> float:
         """Of a forward of so many rows."""
         return self.base_s + self.row_s * rows
+
+    def plain_rate(self) -> float:
+        """Tokens per second of a run that never drafts, in a batch that stays as it is."""
+        return self.batch(0) / (self.verify_s(self.batch(0)) + self.rest_s)
 
     def run(self, choose: BudgetController | bool, num_rounds: int, seed: int = 0) -> Log:
         """choose: who decides; True drafts always, False never."""
@@ -98,7 +104,7 @@ class World:
                 wants = choose.wants_draft(keys, context, backlogs, [max(64, r.context - 100) for r in requests])
             has_draft = [r.traffic.share >= 1 or rng.random() < r.traffic.share for r in requests]
             wants = [w and h for w, h in zip(wants, has_draft, strict=True)]
-            rolls = [rng.poisson(max(r.factor * r.traffic.acceptance(at), 0.0)) for r in requests]
+            rolls = rng.poisson([max(r.factor * r.traffic.acceptance(at), 0.0) for r in requests])
             num_nodes = [r.traffic.nodes if w else 0 for r, w in zip(requests, wants, strict=True)]
             accepted = [min(int(k), n) for k, n in zip(rolls, num_nodes, strict=True)]
             n = sum(wants)
@@ -108,7 +114,7 @@ class World:
             verify_s = factor * self.verify_s(len(keys) + sum(num_nodes))
             behind = sum(r.backlog for r, w in zip(requests, wants, strict=True) if w and r.backlog > 32)
             catch_up_s = factor * self.ingest_row_s * behind
-            seconds = draft_s + verify_s + factor * 0.3e-3
+            seconds = draft_s + verify_s + factor * self.rest_s
             if not isinstance(choose, bool):
                 choose.observe(
                     RoundObservation(

@@ -33,11 +33,18 @@ ARM = ArmSpec(name="full", parameters="full", num_rows=100)
 
 
 def row(
-    i: int, *, bucket: str = "math", group: str = "adaptive", version: str = "v1", ts: float | None = None
+    i: int | Iterable[int],
+    *,
+    bucket: str = "math",
+    group: str = "adaptive",
+    version: str = "v1",
+    ts: float | None = None,
 ) -> RoundStats:
-    """One row: 2 of 4 drafted tokens accepted, 3 emitted, 10 ms."""
-    ts = time.time() if ts is None else ts
-    return round_rows([(f"r{i}", bucket, group, version, True, i, 4, 2, 3, 1, 1.0, 6.0, 10.0, False, ts)])
+    """A row a number: 2 of 4 drafted tokens accepted, 3 emitted, 10 ms."""
+    ts, numbers = time.time() if ts is None else ts, [i] if isinstance(i, int) else i
+    return round_rows(
+        [(f"r{n}", bucket, group, version, True, n, 4, 2, 3, 1, 1.0, 6.0, 10.0, False, ts) for n in numbers]
+    )
 
 
 def decision(decision_id: int, action: str, **fields) -> Decision:

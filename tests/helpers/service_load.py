@@ -20,7 +20,6 @@ from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.bench.chaos import load
 from paceline.bench.chaos.checks import Questions, answer_problems
 from paceline.bench.chaos.load import wait_for
-from paceline.bench.common.lossless import greedy_tokens
 from paceline.bench.engine.versions import random_factors
 from paceline.config import EngineConfig, PolicyConfig, ServiceConfig
 from paceline.infra.app import Service, run_service, stop_service
@@ -147,14 +146,20 @@ def wait_busy(url: str, replica_id: str, num_running: int = 1) -> None:
 
 @functools.cache
 def reference() -> Questions:
-    """The target's own greedy tokens behind every prompt, by plain forwards of the transformers model."""
+    """The target's own greedy tokens behind every prompt, all in one batch of the transformers model."""
     target = tiny_target(vocab=VOCAB, width=WIDTH)
 
     def gap(prompt: Sequence[int], output: Sequence[int]) -> float:
         logits = plain_logits(target, [*prompt, *output[:-1]])[len(prompt) - 1 :]
         return float((logits.amax(1) - logits.gather(1, torch.tensor(output)[:, None])[:, 0]).max())
 
-    return Questions(prompts=PROMPTS, want=[greedy_tokens(target.model, p, MAX_TOKENS) for p in PROMPTS], gap=gap)
+    longest = max(map(len, PROMPTS))
+    ids = torch.tensor([[0] * (longest - len(p)) + p for p in PROMPTS])
+    want = target.model.generate(
+        ids, attention_mask=(ids != 0).long(), do_sample=False, min_new_tokens=MAX_TOKENS, max_new_tokens=MAX_TOKENS,
+        pad_token_id=0, eos_token_id=None,
+    )[:, longest:]  # fmt: skip
+    return Questions(prompts=PROMPTS, want=want.tolist(), gap=gap)
 
 
 @dataclass(kw_only=True)
@@ -181,8 +186,9 @@ async def ask(
 
 
 def under_load(
-    url: str, fault: Callable[[], Any], *, width: int = 6, num_tokens: int = 24, only_streams: bool = False
-) -> list[Answer]:
+    url: str, fault: Callable[[], Any], *, width: int = 6, num_tokens: int = 24, only_streams: bool = False,
+    pause_s: float = 0.0,
+) -> list[Answer]:  # fmt: skip
     """Keep `width` requests in flight while `fault` runs in a thread; every answer, also those that outlive it.
 
     Buckets change from request to request: drafters stay on trial in a new one, so that rounds do speculate.
@@ -192,7 +198,7 @@ def under_load(
         stream = only_streams or i % 2 == 0
         return await ask(client, i % NUM_PROMPTS, stream=stream, num_tokens=num_tokens, bucket=f"b{i % 48}")
 
-    with load.Load(url, ask_one, width=width) as running_load:
+    with load.Load(url, ask_one, width=width, pause_s=pause_s) as running_load:
         fault()
     return running_load.answers  # type: ignore[return-value]
 

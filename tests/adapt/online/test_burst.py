@@ -144,7 +144,7 @@ def test_a_burst_ends_when_it_surely_gains_too_little():
 
 
 def test_what_surely_gains_reads_on_and_is_scored_in_every_second_chunk_only():
-    text = [learnable_trace(f"m{i}") for i in range(400)]
+    text = [learnable_trace(f"m{i}") for i in range(200)]
     learner = Told([])
     assert len(list(make_burst(learner).run(text, []))) == len(text)
     assert learner.evidence.finding(0.0) is Finding.BETTER

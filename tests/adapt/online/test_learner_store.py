@@ -120,27 +120,37 @@ def test_a_dropped_learner_is_gone_and_others_stay(store):
 
 
 WRITER = """
+import itertools
+import os
 import sys
 import torch
 from paceline.adapt.online.learner_store import LearnerKey, LearnerStore
-store, key, n = LearnerStore(sys.argv[1]), LearnerKey(*sys.argv[2:]), 0
-while True:
-    n += 1
-    store.save(key, {"w": torch.full((200_000,), float(n)), "seen": torch.arange(n)}, {"n": n})
-    print(n, flush=True)
+store, key = LearnerStore(sys.argv[1]), LearnerKey(*sys.argv[2:])
+for line in sys.stdin:  # one writer a line
+    if writer := os.fork():
+        os.waitpid(writer, 0)
+        print("dead", flush=True)
+        continue
+    print(os.getpid(), flush=True)
+    for n in itertools.count(1):
+        store.save(key, {"w": torch.full((200_000,), float(n)), "seen": torch.arange(n)}, {"n": n})
+        print(n, flush=True)
 """
 
 
 def test_a_writer_killed_at_any_moment_leaves_its_newest_whole_state(tmp_path):
-    rng = random.Random(0)
-    for _ in range(4):
-        writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(tmp_path / "learners"), *KEY], stdout=subprocess.PIPE, text=True
-        )
-        writer.stdout.readline()
-        time.sleep(rng.uniform(0.0, 0.3))
-        writer.send_signal(signal.SIGKILL)
-        told = [line for line in writer.communicate()[0].splitlines() if line]
-        found = value_of(LearnerStore(tmp_path / "learners").load(KEY))
-        assert found >= int(told[-1] if told else 1)
-        assert found <= int(told[-1] if told else 1) + 1
+    rng, command = random.Random(0), [sys.executable, "-c", WRITER, str(tmp_path / "learners"), *KEY]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writers:
+        for _ in range(8):
+            writers.stdin.write("\n")
+            writers.stdin.flush()
+            writer = int(writers.stdout.readline())
+            writers.stdout.readline()
+            time.sleep(rng.uniform(0.0, 0.3))
+            os.kill(writer, signal.SIGKILL)
+            told = 1
+            while (line := writers.stdout.readline()) != "dead\n":
+                told = int(line)
+            found = value_of(LearnerStore(tmp_path / "learners").load(KEY))
+            assert told <= found <= told + 1
+        writers.stdin.close()

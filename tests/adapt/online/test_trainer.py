@@ -181,7 +181,7 @@ def test_an_order_for_an_eagle_drafter_ends_with_a_better_one(place):
 
 
 def test_a_gate_for_chains_scores_chains_and_knows_how_far_a_drafter_drafts(place):
-    tree, chain = (run(place, shadow=ShadowConfig(chain=k)) for k in (None, 2))
+    tree, chain = (run(place, shadow=ShadowConfig(chain=k), should_stop=stop_at(150)) for k in (None, 2))
     assert chain.status == "accepted", chain.reason
     assert 1 <= chain.incumbent.acceptance_length < tree.incumbent.acceptance_length
     assert chain.candidate.acceptance_length <= 3, "two draft tokens and the bonus token"
@@ -195,19 +195,20 @@ def test_a_burst_of_a_few_requests_is_learned_and_says_nothing_yet(place, learne
     result = run(place, changed(job, shard_ids=[few]), learners=learners)
     assert (result.status, result.num_rows, result.candidate) == ("learning", 200, None)
     assert "none was scored yet" in result.reason
-    more = run(place, changed(job, job_id="j2"), learners=learners)
+    more = run(place, changed(job, job_id="j2"), should_stop=stop_at(150), learners=learners)
     assert more.num_rows_before == 200 and more.candidate is not None
 
 
 def test_repeating_an_order_without_a_state_gives_the_same_version(place):
-    assert run(place).version == run(place).version is not None
+    one, two = (run(place, should_stop=stop_at(150)).version for _ in range(2))
+    assert one == two is not None
 
 
 def test_a_state_of_another_drafter_is_left_alone_and_a_damaged_one_begins_anew(place, learners):
     job = place[2]
     learners.save(key_of(job), {"seen": torch.zeros(0, dtype=torch.int64)}, {"step": 3})
     learners.save(key_of(job, "f" * 12), {"seen": torch.zeros(0, dtype=torch.int64)}, {"step": 4})
-    result = run(place, learners=learners)
+    result = run(place, should_stop=stop_at(150), learners=learners)
     assert result.status == "accepted" and result.num_rows_before == 0
     assert learners.load(key_of(job, "f" * 12))[1]["step"] == 4
 
@@ -301,12 +302,12 @@ class FullDisk(DrafterRegistry):
 
 def test_a_full_disk_fails(place, tmp_path):
     store, _, job = place
-    result = run((store, FullDisk(tmp_path / "registry"), job))
+    result = run((store, FullDisk(tmp_path / "registry"), job), should_stop=stop_at(150))
     assert result.status == "failed" and "no space left" in result.reason
 
 
 def test_a_deleted_first_drafter_is_left_out(place):
-    result = run(place, changed(place[2], first_version="f" * 12))
+    result = run(place, changed(place[2], first_version="f" * 12), should_stop=stop_at(150))
     assert result.status == "accepted" and result.first is None
 
 
@@ -334,16 +335,18 @@ def test_a_learner_of_a_delta_registers_factors_that_add_to_the_base_and_goes_on
     assert torch.linalg.matrix_rank(after["layers.1.down_proj.weight"] - before["layers.1.down_proj.weight"]) <= 8
     read = learners.load(key_of(job, result.version))[0]
     assert all(torch.equal(read[f"mean/{name}"], factors[name]) for name in factors)
-    again = run(place, changed(job, base_version=result.version, job_id="j2"), learners=learners)
+    job = changed(job, base_version=result.version, job_id="j2")
+    again = run(place, job, should_stop=stop_at(150), learners=learners)
     assert again.incumbent.version == result.version and again.num_rows > 0, again.reason
     if again.version is not None:
-        assert registry.get_manifest(again.version).delta_of == job.base_version, "deltas do not pile up"
+        assert registry.get_manifest(again.version).delta_of == manifest.delta_of, "deltas do not pile up"
 
 
 def test_whole_weights_can_be_learned_from_a_delta(place, learners):
     _, registry, job = place
     made = run(place, changed(job, arm=LORA), should_stop=stop_at(260), learners=learners)
-    again = run(place, changed(job, base_version=made.version, job_id="j2"), learners=learners)
+    job = changed(job, base_version=made.version, job_id="j2")
+    again = run(place, job, should_stop=stop_at(150), learners=learners)
     assert again.incumbent.version == made.version and again.candidate.acceptance_length > 0, again.reason
     assert again.version is None or registry.get_manifest(again.version).delta_of is None
 

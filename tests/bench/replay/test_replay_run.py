@@ -37,7 +37,7 @@ def test_two_processes_give_the_rows_of_one():
 def test_a_killed_run_goes_on_where_it_was_and_gives_the_same_result(tmp_path):
     scenario = tmp_path / "cells.yaml"
     scenario.write_text("regime_s: 300\nduration_s: 1200\ncells:\n  - {name: a}\n  - {name: b, recurrence: fresh}\n")
-    command = [sys.executable, "-m", "paceline.cli.main", "replay", str(scenario), "--policies", "payoff,oracle", "--seeds", "4", "--resume"]  # fmt: skip
+    command = [sys.executable, "-m", "paceline.cli.main", "replay", str(scenario), "--policies", "payoff,oracle", "--seeds", "2", "--resume"]  # fmt: skip
     killed = tmp_path / "killed"
     process = subprocess.Popen([*command, str(killed)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
@@ -51,7 +51,7 @@ def test_a_killed_run_goes_on_where_it_was_and_gives_the_same_result(tmp_path):
         f.write(b'{"key": "torn')  # what a kill within a write leaves
     first = read_finished(killed)
     before = os.stat(killed / RUNS_FILE).st_size
-    tasks = plan(read_scenarios(str(scenario)), variants(("payoff", "oracle"), {}), 4)
+    tasks = plan(read_scenarios(str(scenario)), variants(("payoff", "oracle"), {}), 2)
     assert 2 <= len(first) < len(tasks)
     resumed = run_all(tasks, workers=1, resume=killed, console=QUIET)
     assert os.stat(killed / RUNS_FILE).st_size > before and set(first) <= {r["key"] for r in resumed}

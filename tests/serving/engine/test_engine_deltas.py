@@ -70,6 +70,12 @@ def generate(engine, temperatures, on_round=lambda: None, num_failures=0):
     return tokens
 
 
+@functools.cache
+def plain_text(temperatures):
+    """What the target writes without a drafter."""
+    return generate(make_engine(make_target(), DrafterSlots()), temperatures)
+
+
 def fill(slots, deltas, state=None):
     """Give the classes their versions: deltas, or with a base's weights whole ones."""
     slots.route({bucket: f"v{i + 2}" for i, bucket in enumerate(BUCKETS[:NUM_DELTAS])})
@@ -96,7 +102,7 @@ def test_classes_with_deltas_get_the_targets_tokens_and_the_drafts_of_their_own_
     if not is_compiled:
         monkeypatch.setenv(ISA_VARIABLE, "none")
     target = make_target()
-    expected = generate(make_engine(target, DrafterSlots()), temperatures)
+    expected = plain_text(temperatures)
     build, state, deltas = make_drafters(target, family)
     first = build(state)
     first.hold_deltas(NUM_DELTAS, RANK)
@@ -118,7 +124,7 @@ def test_classes_with_deltas_get_the_targets_tokens_and_the_drafts_of_their_own_
 @pytest.mark.parametrize("family", ["specblock", "eagle3", "jetspec", "dflash"])
 def test_all_versions_draft_in_one_pass(family):
     target = make_target()
-    expected = generate(make_engine(target, DrafterSlots()), (0.0,))
+    expected = plain_text((0.0,))
     build, state, deltas = make_drafters(target, family)
     first, calls, rounds = build(state), [], []
     first.hold_deltas(NUM_DELTAS, RANK)
@@ -153,7 +159,7 @@ class BrokenDelta:
 def test_a_delta_that_drafts_nonsense_stops_alone(family):
     """Though it fails in one pass with the others; texts stay the target's."""
     target = make_target()
-    expected = generate(make_engine(target, DrafterSlots()), (0.0,))
+    expected = plain_text((0.0,))
     build, state, deltas = make_drafters(target, family)
     first = build(state)
     first.hold_deltas(NUM_DELTAS, RANK)
@@ -171,7 +177,7 @@ def test_a_delta_that_drafts_nonsense_stops_alone(family):
 @pytest.mark.parametrize("family", ["specblock", "eagle3", "jetspec", "dflash"])
 def test_by_graphs_too(family, temperatures, monkeypatch):
     monkeypatch.setenv(ISA_VARIABLE, "none")
-    expected = generate(make_engine(make_target(), DrafterSlots()), temperatures)
+    expected = plain_text(temperatures)
     target = make_target(STATIC_KERNELS)
     build, state, deltas = make_drafters(target, family)
     found = []
