@@ -96,7 +96,8 @@ def run_backup(options: BackupOptions, console: Console) -> Manifest:
     if not any(home.glob(_SNAPSHOTS)):
         raise PacelineError(
             f"data-dir must hold the state of service {options.model_name!r}, got no controller-*.msgpack in {home}; a "
-            "running controller writes it within half a minute of its first decision"
+            "running controller writes it within half a minute of its first decision; a service with a store_url has it there: "
+            "copy that prefix instead"
         )
     part = out.with_name(f".{out.name}.{uuid.uuid4().hex}.partial")
     files: dict[str, _File] = {}

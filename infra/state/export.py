@@ -58,6 +58,9 @@ class ExportOptions:
             env="PACELINE_REDIS_URL",
         ),
     ] = field(default=None, repr=False)  # fmt: skip
+    store_url: A[
+        str | None, Setting("Object store of the service, where it has one, as s3://BUCKET/PREFIX: its traces are there.")
+    ] = None  # fmt: skip
     model_name: A[str, Setting("Name of the service in /v1/models.")] = "paceline"
 
     def __post_init__(self) -> None:
@@ -69,6 +72,13 @@ class ExportOptions:
         """The service's folder; the data folder itself, which older releases used, where there is none."""
         home = service_home(self.data_dir, self.model_name)
         return home if home.is_dir() else self.data_dir
+
+    @property
+    def traces(self) -> Path | str:
+        """Where the service's traces are."""
+        if self.store_url is None:
+            return self.home / TRACES
+        return f"{self.store_url.rstrip('/')}/services/{service_home(self.data_dir, self.model_name).name}/{TRACES}"
 
 
 def run_export(options: ExportOptions, console: Console, *, clock: Clock | None = None) -> dict[str, Any]:
@@ -173,13 +183,13 @@ def _export_traces(options: ExportOptions, out: Path, manifest: dict, report: Re
     from paceline.adapt.data.trace_export import INDEX, export_traces
     from paceline.adapt.data.trace_store import TraceStore
 
-    done = export_traces(TraceStore(options.home / TRACES), out, progress=report)
+    done = export_traces(TraceStore(options.traces), out, progress=report)
     if done.num_shards:
         for name, digest in done.sha256.items():
             manifest["files"][name] = {"rows": None, "bytes": (out / name).stat().st_size, "sha256": digest}
         _note_file(out, INDEX, done.num_requests, manifest)
     else:
-        manifest["missing"].append("traces: the trace store is empty")
+        manifest["missing"].append(f"traces: the trace store {options.traces} is empty")
     if done.num_gone or done.num_damaged:
         manifest["missing"].append(
             f"traces: {done.num_gone} shards were deleted by the service's limits meanwhile, {done.num_damaged} are damaged"

@@ -81,6 +81,14 @@ def test_what_is_exported_equals_what_the_service_held(served, tmp_path):
     assert json.loads((tmp_path / "out" / MANIFEST).read_text()) == manifest
 
 
+def test_traces_of_an_object_store_are_exported_from_there(served, tmp_path):
+    url = "memory://exports"
+    TraceStore(f"{url}/services/paceline/traces").write_shard([make_trace("c")], "math")
+    options = ExportOptions(data_dir=served[0], out=tmp_path / "out", what=("traces",), store_url=url)
+    run_export(options, quiet())
+    assert [t.request_id for t in load_traces(tmp_path / "out")] == ["c"]
+
+
 def test_totals_in_the_manifest_are_those_of_the_service(served, tmp_path):
     data_dir, host = served
     manifest = run_export(ExportOptions(data_dir=data_dir, out=tmp_path / "out", what=("ledger",)), quiet())
