@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 CONSUMER = "controller"
 READ_COUNT = 200
+_MAX_LAG = 1000
 """Entries read at a time; fewer say that the stream is read to its end."""
 _WATERMARK_MAX_AGE_S = 3600.0
 _SWEEP_S = 60.0
@@ -79,11 +80,11 @@ class Feedback:
         )
         return stream_entries(reply)
 
-    def look_at_lag(self, limit: int = 1000) -> None:
-        """Note how many entries wait, at most `limit` where the server does not say and rows are kept."""
-        self.lag = self._read_lag(limit)
+    def look_at_lag(self) -> None:
+        """Note how many entries wait, at most _MAX_LAG where the server does not say and rows are kept."""
+        self.lag = self._read_lag()
 
-    def _read_lag(self, limit: int) -> int | None:
+    def _read_lag(self) -> int | None:
         try:
             for group in self._client.xinfo_groups(self._keys.feedback):
                 if _text(group["name"]) == FEEDBACK_GROUP:
@@ -92,7 +93,7 @@ class Feedback:
                     if not self._books.config.keep_rows:  # what was acknowledged is deleted, the rest was read or waits
                         return max(0, int(self._client.xlen(self._keys.feedback)) - int(group["pending"]))
                     last = _text(group["last-delivered-id"])
-                    return len(self._client.xrange(self._keys.feedback, min=f"({last}", count=limit) or ())
+                    return len(self._client.xrange(self._keys.feedback, min=f"({last}", count=_MAX_LAG) or ())
         except (RedisError, OSError) as e:
             logger.debug("stream lag cannot be read: %s", e)
         return None

@@ -18,8 +18,8 @@ from collections.abc import Mapping
 
 from paceline.contracts import DesiredState, Group, is_canary
 from paceline.names import is_label
+from paceline.serving.engine.buckets import DEFAULT_BUCKET
 
-DEFAULT_BUCKET = "default"
 MAX_BUCKETS = 64
 _MEMORY_S = 20.0
 """Rows of a class count for as long when it is asked which one has most traffic."""

@@ -31,7 +31,7 @@ from paceline.infra.state.layout import DECISIONS
 from paceline.infra.state.redis_clients import Keys, patient_client, redact
 from paceline.infra.state.redis_server import EmbeddedRedis
 from paceline.machine import SystemClock
-from paceline.paths import REGISTRY, TRACES, service_home
+from paceline.paths import REGISTRY, TRACES, open_atomic, service_home
 from paceline.records import Setting, record, require
 
 FORMAT = 1
@@ -99,29 +99,21 @@ def run_backup(options: BackupOptions, console: Console) -> Manifest:
             "running controller writes it within half a minute of its first decision; a service with a store_url has it there: "
             "copy that prefix instead"
         )
-    part = out.with_name(f".{out.name}.{uuid.uuid4().hex}.partial")
     files: dict[str, _File] = {}
-    try:
-        with part.open("xb") as raw, tarfile.open(fileobj=raw, mode="w") as tar:
-            os.chmod(part, 0o600)
-            for path in _members(home, with_traces=options.traces):
-                name = path.relative_to(home).as_posix()
-                if (facts := _add(tar, path, name)) is not None:
-                    files[name] = facts
-            manifest = Manifest(
-                format=FORMAT, paceline=importlib.metadata.version("paceline"), model_name=options.model_name,
-                created=SystemClock().now(), files=files,
-            )  # fmt: skip
-            data = msgspec.json.encode(manifest)
-            info = tarfile.TarInfo(MANIFEST)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-            tar.close()
-            raw.flush()
-            os.fsync(raw.fileno())
-        os.replace(part, out)
-    finally:
-        part.unlink(missing_ok=True)
+    with open_atomic(out) as raw, tarfile.open(fileobj=raw, mode="w") as tar:
+        os.fchmod(raw.fileno(), 0o600)
+        for path in _members(home, with_traces=options.traces):
+            name = path.relative_to(home).as_posix()
+            if (facts := _add(tar, path, name)) is not None:
+                files[name] = facts
+        manifest = Manifest(
+            format=FORMAT, paceline=importlib.metadata.version("paceline"), model_name=options.model_name,
+            created=SystemClock().now(), files=files,
+        )  # fmt: skip
+        data = msgspec.json.encode(manifest)
+        info = tarfile.TarInfo(MANIFEST)
+        info.size = len(data)
+        tar.addfile(info, io.BytesIO(data))
     total = sum(f.bytes for f in files.values())
     console.print(f"{len(files)} files, {total} bytes, written to {options.out}", highlight=False, soft_wrap=True)
     return manifest

@@ -152,7 +152,7 @@ def test_a_running_service_with_a_redis_of_its_own_is_not_restored_over(service,
 def test_no_state_is_no_backup(tmp_path):
     (tmp_path / "services" / "paceline").mkdir(parents=True)
     assert "must hold the state" in run("backup", "--data-dir", tmp_path, "--out", tmp_path / "x.tar", code=1)
-    assert not list(tmp_path.glob("*.tar")) and not list(tmp_path.glob(".*partial"))
+    assert not list(tmp_path.glob("*.tar")) and not list(tmp_path.glob("*.tmp"))
 
 
 def members(path: Path) -> dict[str, bytes]:
