@@ -29,6 +29,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus
 from rich.console import Console
 
+from paceline.adapt.data.blob_io import check_store
 from paceline.config import (
     DEFAULT_PORT,
     VARIABLES,
@@ -49,7 +50,7 @@ from paceline.infra.service.front import PROXY_CALLBACK, PROXY_VARIABLE
 from paceline.infra.service.ingress import INGRESS_CPUS, bind_resuming
 from paceline.infra.service.preflight import preflight
 from paceline.infra.service.stop_signals import StopSignals, kept_sigterm
-from paceline.infra.service.stores import StorePaths, check_store, is_adaptive
+from paceline.infra.service.stores import StorePaths, is_adaptive
 from paceline.infra.state.desired import ensure_first_version
 from paceline.infra.state.layout import make_home
 from paceline.infra.state.redis_clients import Keys, patient_client, redact
@@ -180,7 +181,7 @@ def run_service(config: ServiceConfig, *, check: Callable[[], None] = lambda: No
     Tokens.of(config)  # files that cannot be used are refused before anything starts
     SpanTarget.of(config)  # and so is an exporter that is not installed
     http_options(config)
-    check_store(config)
+    check_store(config.store_url)
     name = application_name(config)
     redis: EmbeddedRedis | None = None
     owns_ray = owns_app = has_proxy = False

@@ -15,6 +15,7 @@ import fsspec
 from safetensors import SafetensorError
 
 from paceline import paths
+from paceline.errors import ConfigError
 
 if TYPE_CHECKING:  # a controller writes files and handles no tensor
     import torch
@@ -49,6 +50,21 @@ def open_store(root: str | Path) -> tuple[Any, str]:
         fs, path = fsspec.core.url_to_fs(str(root), use_listings_cache=False)
         fs = _Remote(fs)
     return fs, path.rstrip("/")
+
+
+def check_store(url: str | None) -> None:
+    """Raise ConfigError when `store_url` names no store that this process can open; nothing is asked of the store."""
+    if url is None:
+        return
+    try:
+        if "://" not in url:
+            raise ValueError("it has no ://")
+        open_store(url)
+    except (ImportError, ValueError) as e:
+        raise ConfigError(
+            f"store_url must be a URL such as s3://BUCKET/PREFIX whose fsspec implementation is installed, got {url!r}: {e}; "
+            "pip install 'paceline[s3]' for s3://"
+        ) from e
 
 
 def write_atomic(fs: Any, path: str, data: bytes) -> None:

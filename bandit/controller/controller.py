@@ -345,7 +345,8 @@ class Controller:
         Args:
             arm: '' = the one that the bucket's learner goes on with, else the cheapest that learns more than calibration.
             context: what the host knows now; None = at the last tick.
-        Raises: ValueError for an unknown arm or bucket, without rows, or while a job is in flight.
+        Raises: ValueError for an unknown arm or bucket, one that the bucket's learner cannot go on with, without rows, or
+        while a job is in flight.
         """
         context = context or self._state.context
         if context is None:
@@ -358,6 +359,11 @@ class Controller:
         goes_on = [a for a in self._arms if a.parameters == belief.learner_parameters]
         usual = [a for a in self._arms if a.parameters != "calibration"]
         template = next(a for a in (*goes_on, *usual, *self._arms) if arm in ("", a.name))
+        if goes_on and template not in goes_on:
+            raise ValueError(
+                f"arm must train {belief.learner_parameters!r} as the learner of bucket {belief.bucket!r} does, whose work "
+                f"would be lost, got {template.name!r}; leave arm out"
+            )
         (decision,) = self._emit(price_order(view, belief, template, self._state, context), view, now, context)
         # whoever orders a burst wants it read whole, paid or not
         facts: dict[str, Any] = {**decision.context, "time_limit_s": self._config.job_time_limit_s, "plan": None}
@@ -383,7 +389,7 @@ class Controller:
             start_s=self._config.bank_s * busy if state.bank_start_s is None else state.bank_start_s,
             income_s=state.income_s,
             saved_s=state.ledger.totals.saved_s(),
-            saved_error_s=state.savings.standard_error_s(),
+            saved_error_s=state.ledger.totals.saved_error_s(),
             spent_s=state.ledger.totals.spent_s(),
             reserved_s=state.reserved_s(),
         )
@@ -467,12 +473,7 @@ def belief_to_train(view: View, bucket: str) -> BucketBelief:
 
 
 def price_order(view: View, belief: BucketBelief, arm: ArmSpec, state: ControllerState, context: HostContext) -> Choice:
-    """The choice 'train arm on the belief's bucket' with all usable rows; raises ValueError where that cannot be."""
-    if belief.learner_parameters not in ("", arm.parameters):
-        raise ValueError(
-            f"arm must train {belief.learner_parameters!r} as the learner of bucket {belief.bucket!r} does, whose work would "
-            f"be lost, got {arm.name!r}; leave arm out"
-        )
+    """The choice 'train arm on the belief's bucket' with all usable rows."""
     jobs = price_jobs(
         view.beliefs,
         (arm,),

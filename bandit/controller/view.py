@@ -83,7 +83,7 @@ def policy_view(
             **totals.by_kind(),
             spent_s=totals.spent_s(),
             saved_s=totals.saved_s(),
-            saved_error_s=state.savings.standard_error_s(),
+            saved_error_s=totals.saved_error_s(),
             net_s=totals.saved_s() - totals.spent_s(),
             saved_interval_s=totals.saved_interval_s(),
             cells=totals.rows(),

@@ -33,9 +33,6 @@ class Pool(msgspec.Struct):
 
     time_per_token: RatioSums = msgspec.field(default_factory=RatioSums)
     waiting_tokens: int = 0
-    booked_tokens: int = 0
-    error_per_token: float = 0.0
-    """Standard error of the shrunken saving per token at the latest booking, seconds."""
 
 
 class Savings(msgspec.Struct):
@@ -76,16 +73,9 @@ class Savings(msgspec.Struct):
             return None
         saving, error = per_token
         tokens, pool.waiting_tokens = pool.waiting_tokens, 0
-        pool.booked_tokens += tokens
-        pool.error_per_token = error
         return Booking(
             bucket=bucket, version=version, seconds=tokens * saving, standard_error_s=tokens * error, num_tokens=tokens
         )
-
-    def standard_error_s(self) -> float:
-        """Standard error of everything booked: epochs of one pool share their hold-back sample, so they add linearly."""
-        pools = [pool for by_version in self.adaptive.values() for pool in by_version.values()]
-        return math.sqrt(sum((p.booked_tokens * p.error_per_token) ** 2 for p in pools))
 
     def reset_bucket(self, bucket: str) -> None:
         """Start the comparison anew (the bucket's text changed); what was booked stays booked.

@@ -139,9 +139,9 @@ def price_jobs(
         recall_rate = sum(recall_rates.get(b, 0.0) for b in (name, *others)) if recall_rates is not None else 0.0
         least = swap_gain(belief, hysteresis * costs.staging_s(num_replicas), horizon_s)
         found = []
-        for template in arms:
-            if belief.learner_parameters not in ("", template.parameters):
-                continue  # what the class's learner knows would be lost
+        # of another one what the class's learner knows would be lost
+        goes_on = [a for a in arms if a.parameters == belief.learner_parameters]
+        for template in goes_on or arms:
             for rows in row_counts(template, belief.fresh_rows, min_rows):
                 arm = sized(template, rows)
                 share, new = _lesson(belief, arm)

@@ -2,8 +2,8 @@
 
 Traffic, hold-back, round times and the first drafter's acceptance are those of the log, and its ledger says what a swap
 costs and how jobs slow rounds down. A job that the log holds (same bucket,
-parameters and base, rows within a quarter) gives exactly the version that was trained then, scored by replay; any other
-job's gain comes from the gain model fitted on the log (bandit/replay/gain_fit.py), with its error as the spread of seeds.
+parameters and base, rows within a quarter) goes as it went, and where it was accepted gives exactly the version that was
+trained then, scored by replay; any other job's gain comes from the gain model fitted on the log (bandit/replay/gain_fit.py), with its error as the spread of seeds.
 """
 
 from __future__ import annotations
@@ -90,9 +90,10 @@ class LoggedOutcomes(SimulatedOutcomes):
         if made and result.train_s > order.time_limit_s:
             return super().train(order)
         self.used.add(i)
+        self._learners.pop(order.bucket, None)
         version = f"v{len(self._lengths)}-{order.decision_id}"
         truth = msgspec.structs.replace(
-            real_truth(result, {made or "": version, job.base_version: order.base}),
+            real_truth(result, {job.base_version: order.base} | ({made: version} if made else {})),
             train_s=min(result.train_s, order.time_limit_s),
             reason=f"as logged: {made or result.status}",
         )

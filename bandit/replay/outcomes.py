@@ -17,6 +17,8 @@ from paceline.bootstrap import RECENT_REQUESTS, SCORED_TOGETHER, SURE_EVERY, UNS
 from paceline.contracts import ArmSpec, BurstPlan, ShadowScore, TrainResult
 
 FIRST = "v0"
+REFUSED = "refused"
+"""Name of a snapshot that did not become a version."""
 GATE_NOISE = 0.03
 """Standard error of the paired gain of RECENT_REQUESTS requests, tokens a round."""
 Z_90 = 1.645
@@ -75,17 +77,19 @@ class TrainTruth(msgspec.Struct, frozen=True, kw_only=True):
 
 def real_truth(result: TrainResult, versions: Mapping[str, str]) -> TrainTruth:
     """What a real burst brought. versions: name in the result -> name in the replay; others keep theirs."""
-    score = result.candidate
+    score, names = result.candidate, dict(versions)
     made = result.version if result.status == "accepted" else None
+    if made is None and score is not None:
+        names[score.version] = REFUSED
     return TrainTruth(
-        status=result.status, version=versions.get(made or "", made), train_s=result.train_s,
+        status=result.status, version=None if made is None else names.get(made, made), train_s=result.train_s,
         shadow_s=result.shadow_s, reason=result.reason, num_rows=result.num_rows, num_requests=result.num_requests,
         log_evidence=result.log_evidence, num_rows_before=result.num_rows_before,
         seen_gain=None if score is None else score.gain_mean,
         seen_lower=0.0 if score is None else score.gain_lower,
         num_scored=0 if score is None else score.num_requests,
         elsewhere={
-            bucket: [msgspec.structs.replace(s, version=versions.get(s.version, s.version)) for s in scores]
+            bucket: [msgspec.structs.replace(s, version=names.get(s.version, s.version)) for s in scores]
             for bucket, scores in result.elsewhere.items()
         },
     )  # fmt: skip

@@ -11,7 +11,7 @@ import numpy as np
 from paceline.bandit.beliefs.recall import SCORE_SD
 from paceline.bandit.controller.controller import Controller, HostContext
 from paceline.bandit.controller.decision_log import KIND
-from paceline.bandit.replay.outcomes import FIRST, Outcomes, TrainOrder, TrainTruth
+from paceline.bandit.replay.outcomes import FIRST, REFUSED, Outcomes, TrainOrder, TrainTruth
 from paceline.bandit.replay.scenario import Traffic
 from paceline.config import PolicyConfig
 from paceline.contracts import (
@@ -263,7 +263,7 @@ class World:
             reason=truth.reason,
             train_s=truth.train_s,
             shadow_s=truth.shadow_s,
-            candidate=None if gain is None else score(truth.version or "refused", before + gain),
+            candidate=None if gain is None else score(truth.version or REFUSED, before + gain),
             incumbent=None if gain is None else score(base, before),
             first=None if gain is None else score(FIRST, first),
             num_rows=truth.num_rows,

@@ -30,7 +30,7 @@ class MetricsPage:
     """Sample name -> (labels, value) of each series."""
 
     def total(self, name: str) -> float | None:
-        """Sum over all series of a counter; None where the page lacks it."""
+        """Sum over all series; None where the page lacks it."""
         found = self.samples.get(name)
         return None if not found else sum(v for _, v in found)
 

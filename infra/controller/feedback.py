@@ -26,8 +26,9 @@ logger = logging.getLogger(__name__)
 
 CONSUMER = "controller"
 READ_COUNT = 200
-_MAX_LAG = 1000
 """Entries read at a time; fewer say that the stream is read to its end."""
+_MAX_LAG = 1000
+"""Entries that are counted one by one, at most."""
 _WATERMARK_MAX_AGE_S = 3600.0
 _SWEEP_S = 60.0
 """Period of forgetting producers that are gone: a look at every watermark, which no single batch should pay for."""
@@ -81,7 +82,7 @@ class Feedback:
         return stream_entries(reply)
 
     def look_at_lag(self) -> None:
-        """Note how many entries wait, at most _MAX_LAG where the server does not say and rows are kept."""
+        """Note how many entries wait, at most `_MAX_LAG` where the server does not say and rows are kept."""
         self.lag = self._read_lag()
 
     def _read_lag(self) -> int | None:

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _NUM_PAUSES = 64
 _LOST_S = 0.2
-"""Behind a lost subscription: as long as a connection takes to be there again, and no loop where Redis refuses it."""
+"""Behind a lost subscription."""
 _MOST_AWAY_S = 60.0
 """Longest wait before an engine that did not answer is asked again."""
 
@@ -194,6 +194,7 @@ class ReplicaWatcher:
             self._note_outage(e)
             return False
         except (RedisError, PacelineError) as e:
+            self._breaker.succeeded()
             logger.warning("desired state cannot be read: %s", e)
             return True
         if self._breaker.succeeded():
@@ -421,9 +422,10 @@ class ReplicaWatcher:
                 if self._pubsub.get_message(timeout=min(left, 0.25)) is not None:
                     return
         except (RedisError, OSError) as e:
-            logger.debug("pub/sub connection is gone: %s", e)
+            logger.debug("no pokes are heard: %s", e)
             self._close_pubsub()
-            self._stop.wait(_LOST_S)
+            # as long as a connection takes to be there again; one that refuses to subscribe is asked as often as it is read
+            self._stop.wait(_LOST_S if isinstance(e, OUTAGE_ERRORS) else max(deadline - time.monotonic(), _LOST_S))
 
     def _close_pubsub(self) -> None:
         if self._pubsub is not None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.adapt.data.blob_io import open_store
 from paceline.config import ServiceConfig
-from paceline.errors import ConfigError
 from paceline.paths import REGISTRY, TRACES, configured_home, resolve_drafter, service_home
 
 
@@ -43,21 +41,6 @@ class StorePaths:
             learners=f"{base}/learners",
             snapshots=base,
         )
-
-
-def check_store(config: ServiceConfig) -> None:
-    """Raise ConfigError when store_url names no store that this process can open; nothing is asked of the store."""
-    if config.store_url is None:
-        return
-    try:
-        if "://" not in config.store_url:
-            raise ValueError("it has no ://")
-        open_store(config.store_url)
-    except (ImportError, ValueError) as e:
-        raise ConfigError(
-            f"store_url must be a URL such as s3://BUCKET/PREFIX whose fsspec implementation is installed, got "
-            f"{config.store_url!r}: {e}; pip install 'paceline[s3]' for s3://"
-        ) from e
 
 
 def is_adaptive(config: ServiceConfig) -> bool:

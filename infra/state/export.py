@@ -21,6 +21,7 @@ from redis.exceptions import RedisError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from paceline.adapt.data.blob_io import check_store
 from paceline.bandit.ledger.totals import fold_entries
 from paceline.contracts import Decision, FeedbackBatch, LedgerEntry, RoundStats, decode, rows_of
 from paceline.errors import PacelineError
@@ -66,6 +67,7 @@ class ExportOptions:
     def __post_init__(self) -> None:
         is_new = not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir()))
         require(is_new, "out must be a new or empty folder", str(self.out))
+        check_store(self.store_url)
 
     @property
     def home(self) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated as A
 
-from paceline.adapt.data.blob_io import open_store
+from paceline.adapt.data.blob_io import check_store, open_store
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.errors import ConfigError
 from paceline.paths import DATA_DIR, TRACES, all_homes
@@ -29,6 +29,7 @@ class PurgeOptions:
     def __post_init__(self) -> None:
         if (self.tenant is None) == (not self.is_all):
             raise ConfigError("purge-traces needs either --tenant NAME or --all")
+        check_store(self.store_url)
 
 
 def purge(options: PurgeOptions) -> int:

@@ -129,6 +129,7 @@ def check(service: Service, reference: Service) -> None:
     assert stored.decisions == reference.stored.decisions
     assert controller.check(stored.ledger.values()) == []
     assert controller.ledger_totals().rows() == fold_entries(stored.ledger.values()).rows()
+    assert controller.bank().saved_error_s == pytest.approx(fold_entries(stored.ledger.values()).saved_error_s())
     finished = [service.results[d.decision_id] for d in stored.decisions.values() if d.action == "train" and d.outcome]
     by_kind = fold_entries(stored.ledger.values()).by_kind()
     assert by_kind.get("training", 0.0) == pytest.approx(sum(r.train_s for r in finished))
@@ -169,3 +170,4 @@ def test_the_faultless_world_books_every_kind_so_that_the_property_means_somethi
     }  # fmt: skip
     assert {e.arm for e in service.stored.ledger.values() if e.kind == "saving"} == {"full"}
     assert all(e.standard_error_s > 0 for e in service.stored.ledger.values() if e.kind == "saving")
+    assert service.world.controller.bank().saved_error_s > 0

@@ -93,7 +93,7 @@ def test_bookings_far_apart_add_in_quadrature_and_neighbours_add_linearly():
 @pytest.mark.parametrize("epochs", [4, 40])
 def test_the_interval_covers_the_true_saving(epochs):
     rng, covered, runs = np.random.default_rng(5), 0, 120
-    widths = []
+    widths, off = [], []
     for _ in range(runs):
         savings, totals, true = Savings(), LedgerTotals(), 0.0
         for i in range(epochs):
@@ -105,6 +105,8 @@ def test_the_interval_covers_the_true_saving(epochs):
         low, high = totals.saved_interval_s()
         covered += low <= true <= high
         widths.append((high - low) / true)
+        off.append((totals.saved_s() - true) / totals.saved_error_s())
+    assert abs(np.mean(off)) < 0.6
     assert covered / runs >= 0.93  # discounted samples count their noise a little too high: it covers more, not less
     if epochs == 40:
         assert np.mean(widths) < 0.5  # and still says something: within 25% of the saving

@@ -5,21 +5,6 @@ from paceline.bandit.ledger.savings import Savings
 from tests.helpers.epochs import epoch, stats
 
 
-def test_the_booked_saving_covers_the_true_one_within_its_error():
-    rng = np.random.default_rng(0)
-    off = []
-    for _ in range(60):
-        savings, true, booked = Savings(), 0.0, 0.0
-        for i in range(8):
-            adaptive = stats("adaptive", "v1", 0.008, 18, rng)
-            true += adaptive.num_tokens * 0.002
-            booked += sum(
-                b.seconds for b in savings.close(epoch(i, adaptive, stats("static", "v0", 0.010, 4, rng)), "v0")
-            )
-        off.append((booked - true) / savings.standard_error_s())
-    assert abs(np.mean(off)) < 0.6 and np.mean(np.abs(off) < 2.0) > 0.9
-
-
 def test_no_saving_is_booked_for_the_first_version_or_without_a_holdback():
     rng = np.random.default_rng(1)
     savings = Savings()

@@ -9,7 +9,7 @@ import pytest
 from paceline.bandit.controller.decision_log import LoggedJob, read_log
 from paceline.bandit.replay.gain_fit import MIN_JOBS, fit_gains
 from paceline.bandit.replay.logged import logged_outcomes, prepare, replay_logged
-from paceline.bandit.replay.outcomes import FIRST, TrainOrder
+from paceline.bandit.replay.outcomes import FIRST, REFUSED, TrainOrder, real_truth
 from paceline.bandit.replay.scenario import Scenario
 from paceline.bandit.replay.simulate import draw_world, policy_config
 from paceline.bandit.replay.world import World, record
@@ -76,9 +76,32 @@ def test_a_burst_of_the_log_reads_as_many_rows_as_it_did_and_leaves_its_learner_
     outcomes.jobs = [job]
     truth = outcomes.train(order)
     assert (truth.status, truth.num_rows, truth.num_rows_before, truth.log_evidence) == ("learning", 500, 900, 1.5)
+    assert truth.version is None and order.base == job.base_version == FIRST
     assert truth.num_requests == part.num_requests and truth.seen_gain == part.candidate.gain_mean
     again = outcomes.train(order)  # the log has no other
     assert again.num_rows_before == 1400
+    outcomes.jobs = [job, msgspec.structs.replace(job, result=msgspec.structs.replace(part, status="rejected"))]
+    outcomes.used.clear()
+    assert [outcomes.train(order).status for _ in range(2)] == ["learning", "rejected"]
+    assert outcomes.train(order).num_rows_before == 0, "a rejected learner begins again"
+
+
+def test_scores_of_a_snapshot_that_is_no_version_are_of_no_version():
+    def scores(version):
+        score = ShadowScore(
+            version=version, acceptance_length=2.0, num_requests=9, num_tokens=90, gain_mean=0.1, gain_lower=0.0
+        )
+        return score, {"code": [score, msgspec.structs.replace(score, version="base")]}
+
+    for status, names in (("learning", [REFUSED, "v0"]), ("accepted", ["v7", "v0"])):
+        candidate, elsewhere = scores("snapshot")
+        result = TrainResult(
+            job_id="1", status=status, version="snapshot", reason="", train_s=1.0, shadow_s=0.0, candidate=candidate,
+            elsewhere=elsewhere,
+        )  # fmt: skip
+        truth = real_truth(result, {"snapshot": "v7", "base": "v0"})
+        assert [s.version for s in truth.elsewhere["code"]] == names
+        assert truth.version == ("v7" if status == "accepted" else None)
 
 
 def test_replays_of_a_log_repeat_by_seed_and_stay_below_the_bound(served):

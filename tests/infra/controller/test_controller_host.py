@@ -9,6 +9,7 @@ from paceline.config import PolicyConfig
 from paceline.contracts import LedgerEntry, ReplicaReport, encode
 from paceline.errors import ConfigError, FencedError, ManifestError, PacelineError
 from paceline.infra.controller import host as host_module
+from paceline.infra.controller import store
 from paceline.infra.controller.host import ControllerHost
 from paceline.infra.controller.snapshot import LedgerSums
 from paceline.infra.controller.store import HostConfig
@@ -25,6 +26,7 @@ from tests.helpers.scripted import (
     MemoryStore,
     ProcessLauncher,
     ScriptedController,
+    decision,
     row,
 )
 
@@ -360,6 +362,21 @@ def test_a_data_folder_that_cannot_be_written_is_no_outage(host, client, keys, t
     host.session.orders.set_policy("payoff")
     settle(host)
     assert [x["log_id"] for x in LogFile(log).newest_first()] == [x["log_id"] for x in recent_log(client, keys)][::-1]
+
+
+def test_redis_holds_the_decisions_that_the_controller_holds(shared_redis, client, keys, tmp_path, monkeypatch):
+    monkeypatch.setattr(store, "MAX_DECISIONS", 5)
+    ensure_first_version(client, keys, "v1", 10, 1.0)
+    host = make_host(shared_redis.url, keys, tmp_path)
+    host.connect()
+    for i in range(1, 10):
+        host.session.controller.queue.append(decision(i, "hold"))
+        for known in range(max(i - 3, 1), i):  # logged anew, with what they brought
+            host.session.controller.decisions.append(decision(known, "hold", realised_saving_s=1.0 * i))
+        settle(host)
+        held = host.session.books.store.decisions
+        assert {int(name) for name in client.hgetall(keys.decisions)} == set(held) == set(range(max(i - 4, 1), i + 1))
+    host.stop()
 
 
 def test_a_controller_that_starts_afresh_shows_no_decisions_of_the_one_before(

@@ -2,12 +2,16 @@
 
 import pytest
 
+from paceline.config import IngressConfig, ServiceConfig
 from paceline.contracts import Histogram, HttpMeters
 from paceline.infra.replica.exchange import ENGINE, INGRESS, WINDOW_S, NumbersExchange, ReplicaNumbers
-from paceline.infra.service.ingress import render_ingress_metrics
+from paceline.infra.resume.client import ResumingClient
+from paceline.infra.resume.stream import EngineFacts
+from paceline.infra.service.ingress import ingress_parts, render_ingress_metrics
 from paceline.infra.state.desired import REPORT_TTL_S
 from paceline.infra.web.metrics import render_metrics
 from paceline.infra.web.state_routes import latency_state
+from paceline.serving.api.generation import EngineInfo
 
 
 class Process:
@@ -151,3 +155,14 @@ def test_ingresses_are_told_by_ingresses(shared_redis, keys):
     assert 'replica="e"' not in text and text.count("# TYPE paceline_request_seconds histogram") == 1
     for p in (engine, one, two):
         p.exchange.close()
+
+
+def test_an_ingress_that_ends_is_in_no_scrape_any_more(shared_redis, client, keys, wait_until):
+    config = ServiceConfig(redis_url=shared_redis.url, model_name=keys.model)
+    info = EngineInfo(model_name=keys.model, target_version="t", context_tokens=64, vocab_size=300, created=0)
+    serving = ResumingClient(lambda raw: None, EngineFacts(info=info, holdback_percent=0), IngressConfig())
+    _, closers = ingress_parts(config, serving, lambda raw: None, "ingress-1")
+    wait_until(lambda: client.zrange(keys.numbers, 0, -1) == [b"ingress-1"])
+    for close in reversed(closers):
+        close()
+    assert client.zrange(keys.numbers, 0, -1) == [] and client.get(keys.numbers_of("ingress-1")) is None
