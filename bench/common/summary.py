@@ -21,10 +21,10 @@ from paceline.records import Setting, record, require
 RAW = frozenset(
     (
         *("group_tokens", "group_seconds", "histogram", "samples", "tokens_over_time", "over_time", "examples"),
-        *("depths", "drafted", "full_batch_rounds", "part_ms", "calls", "ids", "ledger_entries"),
+        *("depths", "drafted", "full_batch_rounds", "part_ms", "calls", "ids", "ledger_entries", "outcomes"),
     )
 )
-"""Keys, at any depth, whose values are rows of single groups, depths, moments or requests."""
+"""Keys, at any depth, whose values are rows of single groups, depths, moments, requests or faults."""
 RAW_BELOW = {
     "arms": frozenset({"ttft_ms", "prefill_s", "num_full_batch_rounds", "full_batch_round_share"}),
     "drafting": frozenset(
@@ -46,6 +46,9 @@ def summary_of(document: dict[str, Any]) -> dict[str, Any]:
     kept: dict[str, Any] = _without_raw(document, RAW)
     if isinstance(kept.get("decisions"), dict):  # of a replay: what the first run of each policy did
         del kept["decisions"]
+    if isinstance(kept.get("options"), dict):  # where a computer had its files says nothing to others
+        paths = {k for k, v in kept["options"].items() if isinstance(v, str) and v.startswith("/")}
+        kept["options"] = {k: None if k in paths else v for k, v in kept["options"].items()}
     if isinstance(kept.get("cells"), list) and all("arms" in cell for cell in kept["cells"]):
         kept["cells"] = [row for cell in kept["cells"] for row in _arm_rows(cell)]
     return {**_tables(kept), "is_summary": True}

@@ -56,6 +56,8 @@ def test_a_summary_keeps_estimates_intervals_counts_and_where_they_come_from():
         key: DOCUMENT[key] for key in ("command", "options", "machine")
     }
     assert summary["began_at"] == DOCUMENT["began_at"], "a time stays whole"
+    at_home = summary_of({**DOCUMENT, "options": {"json": "/home/me/x.json", "model": "bundled"}})
+    assert at_home["options"] == {"json": None, "model": "bundled"}, "no path of a computer"
     plain, x, *others = records(summary["cells"])
     assert [(r["bucket"], r["arm"]) for r in (plain, x, *others)] == [
         (bucket, arm) for bucket in ("code", "tools") for arm in ("plain", "x")
