@@ -23,7 +23,7 @@ def test_jobs_and_versions_are_those_of_the_log_whoever_is_asked(served, policy)
     asked = [replay.forced_step(k) for k in range(service.traffic.num_steps)]
     trained = [d for d in service.log.decisions if d.action == "train"]
     assert replay.num_jobs == len(trained) and replay.controller.num_missed == 0
-    assert set(replay.outcomes.names.values()) >= {j.version for j in service.log.jobs if j.version}
+    assert set(replay.outcomes.names.values()) >= {j.result.version for j in service.log.jobs if j.result.version}
     assert all(sum(p.values()) == pytest.approx(1.0) for p in asked if p)
     assert replay.never_s == pytest.approx(world.never_s, rel=0.05)
 

@@ -100,10 +100,13 @@ def test_a_server_with_something_left_over_fails(monkeypatch: pytest.MonkeyPatch
         page = (f'paceline_kv_pages_free{{model="m",replica="{name}"}} {n}\n' for name, n in free.items())
         return Response("# TYPE paceline_kv_pages_free gauge\n" + "".join(page))
 
+    async def healthy() -> dict[str, str]:
+        return {}
+
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize"):
         app.add_api_route(path, answer, methods=["POST"])
     app.add_api_route("/openapi.json", lambda: DOCUMENT, methods=["GET"])
-    app.add_api_route("/healthz", dict, methods=["GET"])
+    app.add_api_route("/healthz", healthy, methods=["GET"])
     app.add_api_route("/metrics", metrics, methods=["GET"])
     with serve_app(app) as url:
         document = fuzz(url, 30, seed=4)

@@ -1,5 +1,6 @@
 """Claims of infra/controller/actor.py: one actor, replaced when the configuration changes, jobs as Ray tasks."""
 
+import contextlib
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -7,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 import ray
 from ray.exceptions import RayError
@@ -115,6 +117,15 @@ def test_redeployment_with_another_configuration_replaces_the_controller(spec, c
     assert ray.get(get_controller(spec.host.model).pid.remote(), timeout=20) == ray.get(old.pid.remote(), timeout=20)
 
 
+def is_training() -> bool:
+    """Whether a process of this one's Ray runs a training job."""
+    names = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            names += process.cmdline()[:1]
+    return "ray::train_task" in names
+
+
 def test_job_that_fails_or_is_killed_ends_as_failed(spec, keys, wait_until):
     job = TrainJob(
         job_id="j1", bucket="math", arm=ARM, base_version="v1", first_version="v1", shard_ids=["gone"], rehearsal_shard_ids=[],
@@ -130,6 +141,7 @@ def test_job_that_fails_or_is_killed_ends_as_failed(spec, keys, wait_until):
     manifest.parent.mkdir(parents=True)
     os.mkfifo(manifest)  # the job reads until it is killed
     second = RayLauncher(spec).launch(msgspec.structs.replace(job, base_version=never), lease)
+    wait_until(is_training, timeout_s=60.0)
     second.kill()
     wait_until(lambda: not second.is_alive(), timeout_s=60.0)
     cancelled = second.result()
