@@ -459,6 +459,10 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
     """None: it reads everything, whatever comes of it."""
 
 
+Z90 = 1.645
+"""Half-width of a central 90% interval of a normal distribution, in standard deviations."""
+
+
 class ShadowScore(msgspec.Struct, frozen=True, kw_only=True):
     """Acceptance length of one version on rows it has not learned, by exact replay, with its paired gain over the incumbent."""
 
@@ -474,7 +478,7 @@ class ShadowScore(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def gain_error(self) -> float:
         """Standard error of gain_mean."""
-        return max(self.gain_mean - self.gain_lower, 0.0) / 1.645
+        return max(self.gain_mean - self.gain_lower, 0.0) / Z90
 
 
 class TrainResult(msgspec.Struct, frozen=True, kw_only=True):

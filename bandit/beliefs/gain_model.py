@@ -7,7 +7,7 @@ import math
 import msgspec
 import numpy as np
 
-from paceline.contracts import ArmSpec
+from paceline.contracts import Z90, ArmSpec
 
 TAU_ROWS = 3000.0
 """Rows after which a full fine-tune has reached 1 - 1/e of what it can reach."""
@@ -173,10 +173,6 @@ class GainModel(msgspec.Struct):
             del self.names[i], self.mean[i], self.prior_sd[i], self.cov[i]
             for row in self.cov:
                 del row[i]
-
-
-Z90 = 1.645
-"""Half-width of a central 90% interval of a normal distribution, in standard deviations."""
 
 
 class ArmPosterior(msgspec.Struct, frozen=True, kw_only=True):

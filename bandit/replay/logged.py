@@ -1,9 +1,9 @@
 """Logged service: a replay of a decision log under another policy.
 
 Traffic, hold-back, round times and the first drafter's acceptance are those of the log, and its ledger says what a swap
-costs and how jobs slow rounds down. A job that the log holds (same bucket,
-parameters and base, rows within a quarter) goes as it went, and where it was accepted gives exactly the version that was
-trained then, scored by replay; any other job's gain comes from the gain model fitted on the log (bandit/replay/gain_fit.py), with its error as the spread of seeds.
+costs and how jobs slow rounds down. A job that the log holds (same bucket, parameters and base, rows within a quarter)
+goes as it went, and where it was accepted gives exactly the version that was trained then, scored by replay; any other
+job's gain comes from the gain model fitted on the log (bandit/replay/gain_fit.py), with its error as the spread of seeds.
 """
 
 from __future__ import annotations

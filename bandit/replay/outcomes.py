@@ -14,14 +14,13 @@ from paceline.bandit.beliefs.job_cost import SLOWDOWN_PRIOR, STAGING_PRIOR_S
 from paceline.bandit.replay.curves import Costs, Curves, FormulaCurves, PriorCosts, off_diagonal
 from paceline.bandit.replay.scenario import Scenario, labels
 from paceline.bootstrap import RECENT_REQUESTS, SCORED_TOGETHER, SURE_EVERY, UNSCORED_REQUESTS, GainTest, will_pay
-from paceline.contracts import ArmSpec, BurstPlan, ShadowScore, TrainResult
+from paceline.contracts import Z90, ArmSpec, BurstPlan, ShadowScore, TrainResult
 
 FIRST = "v0"
 REFUSED = "refused"
 """Name of a snapshot that did not become a version."""
 GATE_NOISE = 0.03
 """Standard error of the paired gain of RECENT_REQUESTS requests, tokens a round."""
-Z_90 = 1.645
 KNOWN_GRID = np.concatenate([[0.0], np.geomspace(1.0, 2.0**21, 500)])
 """Rows between which it is looked up how many a version has learned."""
 HARM = 0.15
@@ -308,7 +307,7 @@ class SimulatedOutcomes:
             self._learners[order.bucket] = learner
         seen = base[d] * np.expm1(learner.recent)
         mean = float(seen.mean()) if len(seen) else None
-        lower = -np.inf if mean is None or len(seen) < 2 else mean - Z_90 * float(seen.std(ddof=1)) / len(seen) ** 0.5
+        lower = -np.inf if mean is None or len(seen) < 2 else mean - Z90 * float(seen.std(ddof=1)) / len(seen) ** 0.5
         return TrainTruth(
             status=status, version=version, train_s=train_s, shadow_s=shadow_s, seen_gain=mean, seen_lower=float(lower),
             num_rows=round(read), num_requests=max(round(read / order.rows_per_request), 1), num_rows_before=round(before),

@@ -214,11 +214,12 @@ class Place:
 
     def processes(self, *kinds: str) -> list[psutil.Process]:
         """The running processes of these kinds, the oldest first."""
-        application, found = application_name(self._given), list[psutil.Process]()
         if kinds == ("redis",):
+            pid = self.redis.pid
             with contextlib.suppress(psutil.NoSuchProcess):  # it may be killed at this moment, and started anew
-                found += [psutil.Process(pid) for pid in (self.redis.pid,) if pid is not None]
-            return found
+                return [] if pid is None else [psutil.Process(pid)]
+            return []
+        application, found = application_name(self._given), []
         starts = tuple(PROCESSES[kind].format(application=application) for kind in kinds if kind in PROCESSES)
         for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):

@@ -185,9 +185,9 @@ class Attached:
         )  # fmt: skip
         self._tokens.start()
         self._feed = DashboardFeed(view.state, view.traffic)
-        app = _app(config, self._tokens, view, self._feed)
-        if config.route_prefix != "/":
-            app = Starlette(routes=[Mount(config.route_prefix, app=app)])
+        app = Starlette(
+            routes=[Mount(config.route_prefix.rstrip("/"), app=_app(config, self._tokens, view, self._feed))]
+        )
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", **http))
         self._thread = threading.Thread(target=self._server.run, name="attached-http", daemon=True)
         self._thread.start()
@@ -201,7 +201,7 @@ class Attached:
         self._tokens.close()
 
 
-def _app(config: ServiceConfig, tokens: Tokens, view: ServiceView, feed: DashboardFeed) -> Starlette:
+def _app(config: ServiceConfig, tokens: Tokens, view: ServiceView, feed: DashboardFeed) -> FastAPI:
     app, access = FastAPI(title="Paceline", openapi_url=None), Access.of(config, tokens)
 
     @app.get("/paceline/state")
