@@ -72,13 +72,21 @@ class Exchange:
         clock: BodyClock | None = None
         is_whole = False
 
+        async def receive_or_end() -> AsgiMessage:
+            # Serve's `receive` fails where its proxy gave up the call that waits for the client to hang up.
+            try:
+                return await receive()
+            except Exception as e:
+                log.debug("the server's receive failed: %r", e)
+                return {"type": "http.disconnect"}
+
         async def receive_in_time() -> AsgiMessage:
             nonlocal clock, is_whole
             if is_whole:
-                return await receive()
+                return await receive_or_end()
             clock = clock or BodyClock(self._body_grace_s)
             try:
-                message = await clock.receive(receive)
+                message = await clock.receive(receive_or_end)
             except TimeoutError:
                 state[CUT] = "slow_body"
                 raise HTTPException(408, clock.reason, {"Connection": "close"}) from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -98,15 +99,33 @@ def test_a_stream_that_breaks_off_is_a_failure_though_its_status_was_200() -> No
         assert ended(meters, 2) == {200: 1, 503: 1} and meters.broken == {ROUTE: 1}
 
 
-def test_a_client_that_leaves_is_no_failure_of_the_service() -> None:
+def like_serve(app: Any) -> Any:
+    """The app below a server whose `receive` fails when the client hangs up: Serve's cancels the call behind it."""
+
+    async def call(scope: Any, receive: Any, send: Any) -> None:
+        async def failing() -> Any:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise RuntimeError("the task was cancelled")
+            return message
+
+        await app(scope, failing if scope["type"] == "http" else receive, send)
+
+    return call
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("server", [like_serve, lambda app: app], ids=["serve", "uvicorn"])
+def test_a_client_that_leaves_is_no_failure_of_the_service(server, stream: bool, caplog) -> None:
     engine, meters = ScriptedEngine(), HttpMeters()
     engine.go.clear()
-    with serve_app(build_api(ApiParts(client=engine, tokenizer=TOKENIZER, meters=meters))) as base:
+    with serve_app(server(build_api(ApiParts(client=engine, tokenizer=TOKENIZER, meters=meters)))) as base:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(base + ROUTE, json={"prompt": "x", "max_tokens": 4}, timeout=0.5)
+            httpx.post(base + ROUTE, json={"prompt": "x", "max_tokens": 4, "stream": stream}, timeout=0.5)
         wait_until(lambda: meters.responses)
         engine.go.set()
-        assert meters.responses[ROUTE] == {499: 1} and meters.broken == {}
+        assert meters.responses[ROUTE] == {200 if stream else 499: 1}
+        assert meters.broken == {} and not [r for r in caplog.records if r.levelname == "ERROR"]
 
 
 def test_a_reader_that_stalls_does_not_make_tokens_look_slow() -> None:
