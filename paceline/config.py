@@ -20,7 +20,15 @@ from typing import Any, TypeVar
 from paceline.contracts import SPAN_S
 from paceline.errors import ConfigError
 from paceline.names import LABEL_RULE, MODEL_RULE, ROUTE_RULE, TOKEN_RULE, is_label, is_model_name, is_route, is_token
-from paceline.paths import BUNDLED_DRAFTERS, DATA_DIR, MODEL_NAMES, TEXT_DRAFTERS, default_drafter, default_mix
+from paceline.paths import (
+    BUNDLED_DRAFTERS,
+    DATA_DIR,
+    MODEL_NAMES,
+    TEXT_DRAFTERS,
+    default_drafter,
+    default_mix,
+    is_hub_id,
+)
 from paceline.records import DEVICES, DRAFTERS, DTYPES, MODELS, Setting, build, record, require
 
 C = TypeVar("C")
@@ -563,7 +571,7 @@ def with_absolute_paths(config: ServiceConfig) -> ServiceConfig:
     `~` stays, which is another folder on each computer.
     """
     found = {name: getattr(config, name) for name in ("data_dir", "token_file", "tls_cert", "tls_key")}
-    if config.model not in MODEL_NAMES:
+    if config.model not in MODEL_NAMES and not is_hub_id(config.model):
         found["model"] = config.model
     if config.drafter not in ("none", "bundled", *BUNDLED_DRAFTERS, *TEXT_DRAFTERS):
         found["drafter"] = config.drafter

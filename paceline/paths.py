@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -80,19 +81,43 @@ def _bundled_folder(name: str) -> Path:
 
 
 def resolve_model(model: str) -> Path:
-    """Return the target's path: 'bundled', 'smollm2', the folder of a transformers checkpoint, or a GGUF file.
+    """Return the target's path: 'bundled', 'smollm2', a GGUF file, or the folder of a transformers checkpoint.
 
-    Raises: ConfigError when it is not there.
+    The folder may be named by its id on the Hugging Face hub, OWNER/NAME or OWNER/NAME@REVISION, when it is in the cache of
+    this computer: nothing is fetched. Raises: ConfigError when it is not there.
     """
     if model == "bundled":
         return bundled(BUNDLED_TARGET)
     if model == SMOLLM2:
         return _smollm2_file()
+    if is_hub_id(model):
+        return _hub_folder(model)
     path = Path(model).expanduser().resolve()
     if not ((path / "config.json").is_file() or (is_gguf(path) and path.is_file())):
         names = ", ".join(map(repr, MODEL_NAMES))
-        raise ConfigError(f"model must be {names}, a folder with config.json or a .gguf file, got {model!r}")
+        raise ConfigError(
+            f"model must be {names}, a folder with config.json, a .gguf file or OWNER/NAME of the Hugging Face cache, got {model!r}"
+        )
     return path
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether a model is named as on the Hugging Face hub; a path that is here is none."""
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(@[\w./-]+)?", model) is not None and not Path(model).exists()
+
+
+def _hub_folder(model: str) -> Path:
+    """The snapshot of a repository in the cache, by its links. Raises: ConfigError."""
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    name, _, revision = model.partition("@")
+    config = try_to_load_from_cache(name, "config.json", revision=revision or None)
+    if not isinstance(config, str):
+        fetch = f"hf download {name}" + (f" --revision {revision}" if revision else "")
+        raise ConfigError(
+            f"model {model!r} is neither a path here nor in the Hugging Face cache ({constants.HF_HUB_CACHE}); fetch it: {fetch}"
+        )
+    return Path(config).parent
 
 
 def is_gguf(path: str | Path) -> bool:

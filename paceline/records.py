@@ -275,7 +275,10 @@ JsonFile = Annotated[Path | None, Setting("Write the result as JSON to this file
 HtmlFile = Annotated[
     Path | None, Setting("Write plots and tables to this file, which needs no network.", is_output=True)
 ]
-MODELS = "'bundled' (a toy) | 'smollm2' (a small real model, a package) | DIR of a transformers checkpoint | FILE.gguf."
+MODELS = (
+    "'bundled' (a toy) | 'smollm2' (a small real model, a package) | DIR of a transformers checkpoint, or OWNER/NAME[@REVISION] "
+    "from this computer's Hugging Face cache | FILE.gguf."
+)
 Model = Annotated[str, Setting(MODELS)]
 Drafter = Annotated[str, Setting(f"none | {DRAFTERS}.")]
 DTYPES = ("auto", "float32", "bfloat16", "float16", "int8")

