@@ -29,6 +29,7 @@ from paceline.errors import ConfigError, EngineAwayError, PacelineError
 from paceline.infra.controller.actor import stop_controller
 from paceline.infra.controller.snapshot import state_json
 from paceline.infra.engines.sglang import SglangReplica
+from paceline.infra.service.connections import Connection
 from paceline.infra.service.parts import ControllerSupervisor, controller_spec, drafter_taps
 from paceline.infra.service.stores import StorePaths
 from paceline.infra.state.desired import read_reports
@@ -188,7 +189,7 @@ class Attached:
         app = Starlette(
             routes=[Mount(config.route_prefix.rstrip("/"), app=_app(config, self._tokens, view, self._feed))]
         )
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", **http))
+        self._server = uvicorn.Server(uvicorn.Config(app, http=Connection, log_level="warning", **http))
         self._thread = threading.Thread(target=self._server.run, name="attached-http", daemon=True)
         self._thread.start()
 

@@ -152,5 +152,10 @@ async def _refuse(send: AsgiSend, error: HTTPException, code: str = "no_replica"
 
 
 def middlewares() -> list[Middleware]:
-    """What Serve's proxy wraps its application in."""
+    """What Serve's proxy wraps its application in; from then on uvicorn servers of its process have our connections."""
+    from uvicorn.config import HTTP_PROTOCOLS
+
+    from paceline.infra.service.connections import Connection
+
+    HTTP_PROTOCOLS["auto"] = f"{Connection.__module__}:{Connection.__qualname__}"  # Serve lets nobody choose a protocol
     return [Middleware(Front, presence=Presence().start())]

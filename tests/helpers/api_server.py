@@ -14,6 +14,7 @@ from fastapi import FastAPI
 
 from paceline.config import EngineConfig
 from paceline.errors import CapacityError, PacelineError
+from paceline.infra.service.connections import Connection
 from paceline.machine import free_port
 from paceline.serving.api.app import build_api
 from paceline.serving.api.client import LocalEngineClient
@@ -144,7 +145,7 @@ def below(prefix: str, app: FastAPI) -> Any:
 def serve_app(app: Any) -> Iterator[str]:
     """Serve `app` with uvicorn on a free loopback port; gives the base URL."""
     port = free_port()
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(app, http=Connection, host="127.0.0.1", port=port, log_level="error"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     wait_until(lambda: server.started)
