@@ -20,6 +20,10 @@ _KERNEL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 class Clock(Protocol):
     """Source of time in seconds."""
 
+    @property
+    def is_set(self) -> bool:
+        """Whether it shows the time that the service goes by; where not, only differences mean something."""
+
     def now(self) -> float: ...
 
 
@@ -36,12 +40,16 @@ _WALL_S = time.time() - steady()
 class SystemClock:
     """Seconds since the epoch: the wall clock's when this process began, carried on without the steps it makes later."""
 
+    is_set = True
+
     def now(self) -> float:
         return _WALL_S + steady()
 
 
 class ManualClock:
     """A clock that a test advances by hand."""
+
+    is_set = True
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start

@@ -140,7 +140,8 @@ class TraceWriter:
             self._enforce()
 
     def _enforce(self) -> None:
+        max_age_s = self._config.max_age_s if self._clock.is_set else float("inf")  # of all nodes' traces
         try:
-            self._store.enforce_limits(self._config.max_bytes, self._config.max_age_s, self._clock.now())
+            self._store.enforce_limits(self._config.max_bytes, max_age_s, self._clock.now())
         except OSError as e:
             log.warning("trace store limits could not be enforced: %s", e)

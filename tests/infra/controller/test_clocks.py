@@ -31,10 +31,13 @@ from paceline.adapt.data.trace_writer import TraceWriter
 from paceline.config import TraceConfig
 from paceline.infra.state.redis_clients import producer_client
 from paceline.infra.state.redis_clock import RedisClock
+from paceline.machine import SystemClock
 from tests.helpers.drafters import make_trace
 
 clock = RedisClock()
-if sys.argv[4] == "redis":
+if sys.argv[4] == "own":
+    clock = SystemClock()
+elif sys.argv[4] == "redis":
     clock.look(producer_client(sys.argv[3]))
 writer = TraceWriter(TraceStore(sys.argv[2], clock=clock), TraceConfig(max_age_s=float(sys.argv[5])), clock=clock)
 for i in range(5):
@@ -95,6 +98,12 @@ def test_a_node_61_minutes_off_deletes_no_trace_and_its_own_are_as_young_as_all(
     assert max(s.created for s in shards) - min(s.created for s in shards) < 120.0
     assert store.enforce_limits(TraceConfig().max_bytes, MAX_AGE_S, time.time()) == 0
     assert store.enforce_limits(TraceConfig().max_bytes, MAX_AGE_S, time.time() + MAX_AGE_S + 120.0) == 10
+
+
+def test_nor_does_one_that_has_not_heard_from_redis_yet(shared_redis, tmp_path):
+    TraceStore(tmp_path).write_shard([make_trace("r")], "math")
+    assert skewed_node(AHEAD_S, tmp_path, shared_redis.url, clock="away") > AHEAD_S - 5.0
+    assert len(TraceStore(tmp_path).list_shards()) == 6
 
 
 def test_the_same_node_by_its_own_clock_would_delete_everybodys(shared_redis, tmp_path):
