@@ -115,9 +115,9 @@ class NumbersExchange:
 
     def _write(self, own: ReplicaNumbers) -> None:
         assert self._client is not None
+        now, _ = self._client.time()  # type: ignore[misc]  # one clock for all nodes
         pipe = self._client.pipeline(transaction=False)
         pipe.set(self._keys.numbers_of(self._process_id), encode(own), ex=REPORT_TTL_S)
-        now = time.time()
         pipe.zadd(self._keys.numbers, {self._process_id: now})
         pipe.zcount(self._keys.numbers, now - REPORT_TTL_S, "+inf")
         self.num_processes = int(pipe.execute()[-1])

@@ -1,5 +1,7 @@
 """Claims of infra/replica/exchange.py against a real server: one scrape shows every process, and what it shows never falls."""
 
+import time
+
 import pytest
 
 from paceline.config import IngressConfig, ServiceConfig
@@ -61,6 +63,18 @@ def test_who_has_left_or_fallen_silent_is_not_counted(pair, client, keys):
     b.exchange.close()
     a.scrape()
     assert a.exchange.num_processes == 1 and client.zrange(keys.numbers, 0, -1) == [b"a"]
+
+
+def test_processes_on_nodes_whose_clocks_are_off_count_each_other(pair, client, keys, monkeypatch):
+    a, b = pair
+    now = time.time()
+    for p, skew_s in ((a, 3600.0), (b, 0.0), (a, 3600.0)):
+        monkeypatch.setattr(time, "time", lambda skew_s=skew_s: now + skew_s)
+        p.scrape()
+    assert a.exchange.num_processes == b.exchange.num_processes == 2
+    client.zincrby(keys.numbers, -REPORT_TTL_S - 1, "a")  # it is gone, and its clock was ahead
+    b.scrape()
+    assert b.exchange.num_processes == 1
 
 
 def test_what_a_scrape_has_shown_never_falls_in_the_next(pair):
