@@ -26,7 +26,7 @@ from paceline.contracts import TrainJob, TrainResult
 from paceline.errors import PacelineError
 from paceline.infra.controller.host import ControllerHost
 from paceline.infra.controller.jobs import JobHandle, WorkerLease, failed
-from paceline.infra.controller.orders import COMMANDS
+from paceline.infra.controller.orders import COMMANDS, outcome
 from paceline.infra.controller.snapshot import ControllerErrors, Snapshot, TrafficBin
 from paceline.infra.controller.store import HostConfig, SpanSource
 from paceline.paths import keep_private
@@ -210,11 +210,7 @@ class ControllerActor:
             raise PacelineError(f"command must be one of {', '.join(COMMANDS)}, got {name!r}")
         if host is None:
             raise PacelineError("the controller is starting; try again in a few seconds")
-        future = asyncio.wrap_future(host.call(lambda: getattr(host.session.orders, name)(*args)))
-        try:
-            return await asyncio.wait_for(future, COMMAND_TIMEOUT_S)
-        except TimeoutError as e:
-            raise PacelineError("Redis is unreachable, nothing was changed; try again when it is back") from e
+        return await outcome(host.call(lambda: getattr(host.session.orders, name)(*args)), COMMAND_TIMEOUT_S)
 
     async def gives_way_to(self, spec: ControllerSpec) -> bool:
         """Whether a controller of `spec` must take this one's place.

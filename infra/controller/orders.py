@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import queue
 import time
@@ -78,6 +79,25 @@ class CommandQueue:
                 return None
             if future.set_running_or_notify_cancel():
                 return fn, future
+
+
+async def outcome(call: Future, patience_s: float) -> Any:
+    """What a command of `CommandQueue.put` returns, in an event loop; raises what it raises.
+
+    Raises PacelineError when that takes longer than `patience_s`; what waits yet is withdrawn, what was begun goes on.
+    """
+    await asyncio.wait([asyncio.wrap_future(call)], timeout=patience_s)
+    if call.cancel():
+        raise PacelineError(
+            f"not done: the controller did not come to it within {patience_s:g} s, since what it does takes long; nothing was "
+            "changed, try again later"
+        )
+    if not call.done():
+        raise PacelineError(
+            f"begun, and not at its end after {patience_s:g} s: it may be carried out yet; look at the service's state before "
+            "you try again"
+        )
+    return call.result()
 
 
 def _check_class(bucket: str) -> None:

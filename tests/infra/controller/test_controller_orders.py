@@ -1,16 +1,43 @@
 """What the controller orders, with real training processes: jobs and their ends, recalls, pins, rollbacks, staging costs."""
 
+import asyncio
+import threading
+
 import msgspec
 import pytest
 
 from paceline.contracts import ReplicaReport
 from paceline.errors import ManifestError, PacelineError
+from paceline.infra.controller.orders import CommandQueue, outcome
 from paceline.infra.controller.snapshot import Swaps
 from paceline.infra.state.desired import commit_desired, read_desired, write_report
 from tests.helpers.hosts import make_host, recent_log, send, settle
 from tests.helpers.scripted import (
     decision,
 )
+
+
+def test_a_command_that_takes_too_long_is_withdrawn_or_said_to_be_under_way():
+    commands, has_begun, may_end = CommandQueue(), threading.Event(), threading.Event()
+    done = []
+
+    def slow() -> str:
+        has_begun.set()
+        may_end.wait(20)
+        done.append("slow")
+        return "carried out"
+
+    slow_one, waiting = commands.put(slow), commands.put(lambda: done.append("waiting"))
+    loop = threading.Thread(target=commands.run, args=(lambda: None,))
+    loop.start()
+    assert has_begun.wait(20)
+    with pytest.raises(PacelineError, match=r"begun, and not at its end.*may be carried out yet"):
+        asyncio.run(outcome(slow_one, 0.01))
+    with pytest.raises(PacelineError, match=r"not done.*nothing was changed"):
+        asyncio.run(outcome(waiting, 0.01))
+    may_end.set()
+    loop.join(20)
+    assert done == ["slow"] and asyncio.run(outcome(slow_one, 20.0)) == "carried out"
 
 
 def test_accepted_training_makes_a_new_generation(host, client, keys, wait_until):
