@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,11 +69,17 @@ def check_store(url: str | None) -> None:
 
 
 def write_atomic(fs: Any, path: str, data: bytes) -> None:
-    """Write `data` at `path`: complete and durable, or not at all. Raises OSError when the store refuses."""
+    """Write `data` at `path`: complete and durable, or not at all. Raises OSError when the store refuses.
+
+    On a disk nobody but its owner may read it, whoever writes: a process of ours, an engine that others run, a command.
+    """
     if fs.protocol not in _LOCAL and not set(_LOCAL) & set(fs.protocol if isinstance(fs.protocol, tuple) else ()):
         fs.pipe_file(path, data)
         return
-    paths.write_atomic(path, data)
+    Path(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with paths.open_atomic(path) as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(data)
 
 
 def pack_tensors(tensors: dict[str, torch.Tensor], info: dict) -> bytes:

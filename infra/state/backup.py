@@ -31,7 +31,7 @@ from paceline.infra.state.layout import DECISIONS
 from paceline.infra.state.redis_clients import Keys, patient_client, redact
 from paceline.infra.state.redis_server import EmbeddedRedis
 from paceline.machine import SystemClock
-from paceline.paths import REGISTRY, TRACES, open_atomic, service_home
+from paceline.paths import REGISTRY, TRACES, keep_private, make_private, open_atomic, service_home
 from paceline.records import Setting, record, require
 
 FORMAT = 1
@@ -157,9 +157,11 @@ def run_restore(options: RestoreOptions, console: Console) -> Manifest:
     Nothing is changed before the whole backup was read and its checksums are right.
     Raises: PacelineError with what to do.
     """
+    keep_private()
     data_dir = options.data_dir.expanduser()
+    make_private(data_dir)
     services = data_dir.resolve() / "services"
-    services.mkdir(parents=True, exist_ok=True)
+    services.mkdir(exist_ok=True)
     part = services / f".restore.{uuid.uuid4().hex}"
     try:
         manifest = _unpack(options.backup, part)

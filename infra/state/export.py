@@ -29,7 +29,7 @@ from paceline.infra.state.layout import DECISIONS
 from paceline.infra.state.redis_clients import Keys, patient_client, redact
 from paceline.infra.state.redis_server import EmbeddedRedis
 from paceline.machine import Clock, SystemClock
-from paceline.paths import TRACES, open_folder, service_home
+from paceline.paths import TRACES, keep_private, open_folder, service_home
 from paceline.records import Setting, record, require
 
 T = TypeVar("T")
@@ -88,6 +88,7 @@ def run_export(options: ExportOptions, console: Console, *, clock: Clock | None 
 
     Raises: PacelineError, with one sentence a part, when there is nothing to export.
     """
+    keep_private()
     with open_folder(options.out) as part:
         manifest: dict[str, Any] = {
             "format": FORMAT, "paceline": importlib.metadata.version("paceline"),

@@ -1,5 +1,7 @@
 """Trace shards: round trip, atomic writes, listing, limits, damage."""
 
+import os
+
 import pytest
 import torch
 
@@ -21,6 +23,17 @@ def test_shard_gives_back_what_was_written(tmp_path, dtype):
         )  # fmt: skip
         assert torch.equal(t.features, b.features) and b.features.dtype == dtype
         assert torch.equal(t.topk_ids, b.topk_ids) and torch.equal(t.topk_logprobs, b.topk_logprobs)
+
+
+def test_nobody_but_its_owner_reads_a_shard_whoever_writes_it(tmp_path):
+    before = os.umask(0o022)
+    try:
+        store = TraceStore(tmp_path / "service" / "traces")
+        shard = store.write_shard([make_trace()], "math")
+    finally:
+        os.umask(before)
+    folder = tmp_path / "service" / "traces"
+    assert (folder.stat().st_mode & 0o777, (folder / f"{shard}.safetensors").stat().st_mode & 0o777) == (0o700, 0o600)
 
 
 def test_listing_is_oldest_first_and_filters_by_bucket(tmp_path):

@@ -1,6 +1,7 @@
 """Claims of infra/state/backup.py: two commands carry a service over the loss of its data folder and its Redis."""
 
 import io
+import os
 import shutil
 import tarfile
 from pathlib import Path
@@ -95,6 +96,17 @@ def test_a_service_goes_on_from_its_backup_on_another_computer(service, keys, tm
         host.stop()
     assert torch.equal(DrafterRegistry(home / "registry").load_state(version)["w"], torch.ones(2, 2))
     assert len(TraceStore(home / "traces").list_shards()) == with_traces
+
+
+def test_what_is_restored_is_for_its_owner_alone(service, keys, tmp_path):
+    out, there = save(service, keys, tmp_path, "--traces"), tmp_path / "there"
+    before = os.umask(0o022)
+    try:
+        there.mkdir()
+        run("restore", out, "--data-dir", there)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o077 for path in (there, *there.rglob("*"))} == {0}
 
 
 def test_a_backup_is_taken_while_the_service_runs(service, keys, tmp_path):

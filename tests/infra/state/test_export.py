@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from pathlib import Path
 
 import msgspec
@@ -79,6 +80,16 @@ def test_what_is_exported_equals_what_the_service_held(served, tmp_path):
     ]
     assert rows[0]["num_accepted_tokens"] == 2 and rows[0]["share_ms"] == 10.0
     assert json.loads((tmp_path / "out" / MANIFEST).read_text()) == manifest
+
+
+def test_what_is_exported_is_for_its_owner_alone(served, tmp_path):
+    before = os.umask(0o022)
+    try:
+        run_export(ExportOptions(data_dir=served[0], out=tmp_path / "out"), quiet())
+    finally:
+        os.umask(before)
+    out = tmp_path / "out"
+    assert {path.stat().st_mode & 0o077 for path in (out, *out.rglob("*"))} == {0}
 
 
 def test_traces_of_an_object_store_are_exported_from_there(served, tmp_path):
