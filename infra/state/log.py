@@ -23,6 +23,8 @@ NUM_OLD_FILES = 3
 MAX_QUEUED_LINES = 10_000
 """Lines that wait for the disk: about 4 MB, 20 s of 500 requests a second."""
 _PATIENCE_S = 2.0
+_BLOCK_BYTES = 2**18
+"""Of the decision log, whose file has no limit, as much is read at a time, from its end."""
 _LOGGERS = ("paceline", "paceline.access")
 _FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 logger = logging.getLogger(__name__)
@@ -232,21 +234,30 @@ class LogFile:
 
     def newest_first(self) -> Iterator[dict[str, Any]]:
         """The lines of the file, the latest first; those that are damaged are left out."""
-        return self._parsed(self._run(self._lines))
+        return self._parsed(lambda end: self._run(self._block, end))
 
-    def _lines(self) -> list[bytes]:
+    def _block(self, end: int | None) -> tuple[int, bytes]:
+        """Where the block before `end` begins, and its bytes; None = the file's end."""
         try:
-            return self.path.read_bytes().splitlines()
+            with self.path.open("rb") as f:
+                end = f.seek(0, os.SEEK_END) if end is None else end
+                begin = f.seek(max(0, end - _BLOCK_BYTES))
+                return begin, f.read(end - begin)
         except FileNotFoundError:
-            return []
+            return 0, b""
 
     @staticmethod
-    def _parsed(lines: list[bytes]) -> Iterator[dict[str, Any]]:
-        while lines:
-            try:
-                yield json.loads(lines.pop())
-            except ValueError:
-                continue
+    def _parsed(read: Callable[[int | None], tuple[int, bytes]]) -> Iterator[dict[str, Any]]:
+        end, rest = None, b""
+        while end != 0:
+            end, block = read(end)
+            lines = (block + rest).split(b"\n")
+            rest = lines.pop(0) if end else b""  # the block before has its begin
+            while lines:
+                try:
+                    yield json.loads(lines.pop())
+                except ValueError:
+                    continue
 
     def _append(self, entries: list[tuple[str, dict[bytes, bytes]]]) -> None:
         self._last_id = None  # a disk that fills up tears a line: then the file is read anew and cut
@@ -259,15 +270,16 @@ class LogFile:
         self._last_id = entries[-1][0]
 
     def _recover(self) -> str:
-        try:
-            data = self.path.read_bytes()
-        except FileNotFoundError:
-            return "0"
-        complete = data[: data.rfind(b"\n") + 1]
-        if len(complete) < len(data):
+        begin, data = self._block(None)
+        size = begin + len(data)
+        while begin and b"\n" not in data:
+            begin, block = self._block(begin)
+            data = block + data
+        complete = begin + data.rfind(b"\n") + 1
+        if complete < size:
             with self.path.open("r+b") as f:
-                f.truncate(len(complete))
-        return next((str(line["log_id"]) for line in self._parsed(self._lines()) if "log_id" in line), "0")
+                f.truncate(complete)
+        return next((str(line["log_id"]) for line in self._parsed(self._block) if "log_id" in line), "0")
 
 
 def stream_newest_first(client: Any, keys: Keys, *, count: int = 500) -> Iterator[dict[str, Any]]:

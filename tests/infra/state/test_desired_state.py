@@ -89,6 +89,18 @@ def test_log_file_repeats_the_stream_exactly_once(client, keys, tmp_path):
     assert [(x["kind"], x["gen"]) for x in lines] == [("desired", 1), ("desired", 2)]
 
 
+def test_of_a_large_log_file_only_the_end_is_read(client, keys, tmp_path, monkeypatch):
+    path = tmp_path / "decisions.jsonl"
+    lines = [msgspec.json.encode({"log_id": f"{i}-0", "kind": "note", "text": "x" * (i % 300)}) for i in range(1, 5001)]
+    path.write_bytes(b"\n".join(lines) + b'\nno JSON\n{"log_id": "torn')
+    monkeypatch.setattr("paceline.infra.state.log._BLOCK_BYTES", 1000)
+    log, ends = LogFile(path), []
+    monkeypatch.setattr(log, "_block", lambda end, read=log._block: ends.append(end) or read(end))
+    assert log.last_id() == "5000-0" and path.read_bytes().endswith(b"\nno JSON\n")
+    assert len(ends) < 5, "not the whole file"
+    assert [line["log_id"] for line in log.newest_first()] == [f"{i}-0" for i in range(5000, 0, -1)]
+
+
 def test_log_file_that_a_full_disk_tore_is_made_good(client, keys, tmp_path):
     log = LogFile(tmp_path / "decisions.jsonl")
     ensure_first_version(client, keys, "v1", 10, 1.0)
