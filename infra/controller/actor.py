@@ -64,7 +64,7 @@ class ControllerSpec:
     gate_chain: int | None = None
     log_level: str = "INFO"
     deployed_at: float = field(default=0.0, compare=False)
-    """When the service was deployed, in s since 1970: replicas of an older deployment that drain yet change nothing."""
+    """When the service was deployed, in s since 1970 by Redis' clock: replicas of an older deployment that drain yet change nothing."""
     application: str = field(default="", compare=False)
     """Serve application whose controller this is; it ends with it. '' = none, it stays until it is stopped."""
     release: str = field(default="", compare=False)

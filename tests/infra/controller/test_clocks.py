@@ -11,7 +11,9 @@ from paceline import machine
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.config import TraceConfig
 from paceline.contracts import SPAN_S, FeedbackBatch, decode
+from paceline.infra.app import build
 from paceline.infra.replica.feedback import FeedbackPublisher
+from paceline.infra.service.deployment import DEPLOYED_AT
 from paceline.infra.state.redis_clock import RedisClock
 from paceline.infra.web.metrics import controller_metrics
 from paceline.machine import ManualClock, SystemClock
@@ -53,6 +55,13 @@ def skewed_node(skew_s: float, folder: Path, url: str, clock: str = "redis") -> 
     command = [sys.executable, "-c", SKEWED, str(skew_s), str(folder), url, clock, str(MAX_AGE_S)]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True, timeout=120)
     return float(done.stdout)
+
+
+def test_a_deployment_is_dated_by_redis_wherever_it_is_built(shared_redis, tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "_WALL_S", machine._WALL_S + AHEAD_S)
+    args = {"data_dir": str(tmp_path), "drafter": "lookup", "redis_url": shared_redis.url, "num_replicas": 2}
+    values = build(args)._bound_deployment.init_args[1]
+    assert abs(values[DEPLOYED_AT] - time.time()) < 60.0
 
 
 def test_the_systems_clock_goes_on_when_the_wall_clock_steps(monkeypatch):
