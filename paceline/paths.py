@@ -292,8 +292,8 @@ def write_atomic(path: str | Path, data: bytes | str) -> None:
 
 
 def service_home(data_dir: str | Path, model_name: str) -> Path:
-    """Folder of a service's files on this computer; two names never share one."""
-    return configured_home(Path(data_dir).expanduser().resolve(), model_name)
+    """Folder of a service's files on this computer; two names never share one. No file is looked at: a folder may hang."""
+    return configured_home(Path(data_dir).expanduser().absolute(), model_name)
 
 
 def configured_home(data_dir: str | Path, model_name: str) -> Path:

@@ -1,5 +1,6 @@
 """Claims of infra/state/layout.py: services share a data folder and no file; what older releases kept is taken over."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -21,6 +22,23 @@ def served(url, client, keys, home, **config):
     """A controller of `home` that has decided and booked something and written its files."""
     ensure_first_version(client, keys, "v1", 10, 1.0)
     return serve_and_stop(make_host(url, keys, home.parent, data_dir=home, **config), client, keys)
+
+
+def test_a_folder_that_hangs_keeps_nobody_who_asks_where_it_is(tmp_path, monkeypatch):
+    folder = tmp_path / "there"
+
+    def hanging(look):
+        def call(path, *args, **options):
+            assert not str(path).startswith(str(folder)), "the folder was looked at"
+            return look(path, *args, **options)
+
+        return call
+
+    for name in ("stat", "lstat", "readlink"):
+        monkeypatch.setattr(os, name, hanging(getattr(os, name)))
+    paths = StorePaths.of(ServiceConfig(data_dir=str(folder)))
+    DrafterRegistry(paths.registry), TraceStore(paths.traces)
+    assert paths.home == folder / "services" / "paceline"
 
 
 @pytest.mark.parametrize("name", ["paceline", "Qwen/Qwen3-8B", ".", "..", "redis", "a%2Fb", "../../etc"])
