@@ -29,6 +29,7 @@ from paceline.infra.controller.lives import Lives
 from paceline.infra.controller.store import Books, HostConfig, PendingJob
 from paceline.infra.controller.surroundings import Surroundings
 from paceline.infra.state.redis_clients import Keys, producer_client
+from paceline.infra.state.room import Room
 from paceline.machine import Clock
 
 logger = logging.getLogger(__name__)
@@ -225,13 +226,15 @@ class TrainCoordinator:
     def __init__(
         self,
         config: HostConfig,
-        client: redis.Redis,
+        room: Room,
         launcher: Launcher,
         *,
         clock: Clock,
         owner: str,
     ) -> None:
-        self._config, self._client, self._keys, self._launcher = config, client, Keys(config.model), launcher
+        """room: for what a full Redis would refuse, with a client of it."""
+        self._config, self._client, self._keys, self._launcher = config, room.client, Keys(config.model), launcher
+        self._room = room
         self._clock, self._owner, self._watch = clock, owner, _Watch()
         self._start_s = max(config.start_s, config.lease_ttl_s)
 
@@ -275,7 +278,7 @@ class TrainCoordinator:
 
     def request_stop(self, job_id: str) -> None:
         """Ask the worker to stop at its next check."""
-        self._client.set(self._keys.train_stop, job_id, ex=3600)
+        self._room.write(lambda: self._client.set(self._keys.train_stop, job_id, ex=3600))
 
     def leftovers(self, job_id: str) -> list[str]:
         """Keys that the transaction which folds the job's result deletes."""
@@ -293,19 +296,8 @@ class TrainCoordinator:
     def _launch(self, job: TrainJob, now: float) -> None:
         token = f"{self._owner}:{now:.6f}"
         lease = Lease(job_id=job.job_id, token=token, host=socket.gethostname())
-        with self._client.pipeline(transaction=True) as pipe:
-            pipe.watch(self._keys.train)
-            if read_lease(pipe, self._keys) is not None:
-                return
-            pipe.multi()
-            pipe.set(self._keys.train, encode(lease), px=int(self._start_s * 1000))  # time to start a process
-            pipe.set(self._keys.train_attempt(job.job_id), token, ex=7 * 24 * 3600)
-            pipe.delete(self._keys.train_stop)
-            pipe.publish(self._keys.poke, b"train")
-            try:
-                pipe.execute()
-            except WatchError:
-                return
+        if not self._room.write(lambda: self._take(lease)):
+            return
         self._watch = _Watch(job_id=job.job_id, token=token, launched_at=now, alive_at=now)
         config = self._config
         worker_lease = WorkerLease(
@@ -319,6 +311,23 @@ class TrainCoordinator:
         except Exception as e:
             logger.exception("training could not be launched job=%s", job.job_id)
             worker_lease.finish(failed(job.job_id, f"the training process could not be started: {e}"), patience_s=0.0)
+
+    def _take(self, lease: Lease) -> bool:
+        """Set the lease and the attempt mark of a job; False: somebody else was first."""
+        with self._client.pipeline(transaction=True) as pipe:
+            pipe.watch(self._keys.train)
+            if read_lease(pipe, self._keys) is not None:
+                return False
+            pipe.multi()
+            pipe.set(self._keys.train, encode(lease), px=int(self._start_s * 1000))  # time to start a process
+            pipe.set(self._keys.train_attempt(lease.job_id), lease.token, ex=7 * 24 * 3600)
+            pipe.delete(self._keys.train_stop)
+            pipe.publish(self._keys.poke, b"train")
+            try:
+                pipe.execute()
+            except WatchError:
+                return False
+        return True
 
     def _enforce_limit(self, job: TrainJob, lease: Lease | None, now: float) -> TrainResult | None:
         """Stop, then kill a worker that is over its limit and has not stopped by itself: one that is starved of its core may

@@ -115,7 +115,7 @@ class Session:
         if state.config_policy != config.policy.policy:  # the operator configured another one since
             state.config_policy = state.policy = config.policy.policy
         self.controller.set_policy(state.policy)
-        coordinator = TrainCoordinator(config, client, launcher, clock=clock, owner=store.owner)
+        coordinator = TrainCoordinator(config, store.room, launcher, clock=clock, owner=store.owner)
         self.books = books = Books(config, store, state, self.controller, errors=errors, clock=clock, deeds=deeds)
         self.surroundings = around = Surroundings(books, calls.guard(shards), calls.guard(registry))
         self.pool = WeightPool(books, around)

@@ -19,10 +19,10 @@ import logging
 import re
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import msgspec
 import redis
@@ -43,7 +43,7 @@ from paceline.infra.state.desired import known_desired, queue_desired, queue_log
 from paceline.infra.state.formats import FORMAT, upgraded
 from paceline.infra.state.layout import DECISIONS, adopt_state, snapshot_name, unnamed_snapshot
 from paceline.infra.state.log import ErrorCount, LogFile, stream_newest_first
-from paceline.infra.state.redis_clients import FEEDBACK_GROUP, OUTAGE_ERRORS, Keys, is_out_of_memory
+from paceline.infra.state.redis_clients import FEEDBACK_GROUP, OUTAGE_ERRORS, Keys
 from paceline.infra.state.room import Room
 from paceline.machine import Clock
 
@@ -58,9 +58,6 @@ MAX_NOTES = 50
 COMMIT_ENTRIES = 2000
 """Stream entries after which a commit is due: half a second of 1,000 busy replicas, a fifth of what the stream keeps."""
 _MAX_TRIES = 20
-_MAX_ROOM = 64
-"""Times that memory is freed for one transaction: more than it takes to halve both streams to nothing."""
-T = TypeVar("T")
 _BIN = "bin:"
 _BIN_DECODER = msgspec.msgpack.Decoder(dict[str, dict[str, GroupTotals]])
 
@@ -277,20 +274,7 @@ class ControllerStore:
 
     def acquire_epoch(self, at_least: int = 0) -> int:
         """Take over: a higher epoch under this owner's name; every controller before this one is fenced from now on."""
-        return self._with_room(lambda: self._acquire_epoch(at_least))
-
-    def _with_room(self, transaction: Callable[[], T]) -> T:
-        """What a transaction returns; memory is freed for it where Redis has none.
-
-        Raises: what it raises, ResponseError when there is nothing left to free.
-        """
-        for attempt in range(_MAX_ROOM):
-            try:
-                return transaction()
-            except ResponseError as e:
-                if not is_out_of_memory(e) or not (self.room.make(attempt) or attempt == 0):
-                    raise
-        return transaction()
+        return self.room.write(lambda: self._acquire_epoch(at_least))
 
     def _acquire_epoch(self, at_least: int, is_writing_back: bool = False) -> int:
         with self.client.pipeline(transaction=True) as pipe:
@@ -453,7 +437,7 @@ class ControllerStore:
 
         Raises: FencedError when another controller took over; redis errors (then call again with the same arguments).
         """
-        self._with_room(lambda: self._transact(state, commit))
+        self.room.write(lambda: self._transact(state, commit))
 
     def _transact(self, state: HostState, commit: Commit) -> None:
         with self.client.pipeline(transaction=True) as pipe:
@@ -590,7 +574,7 @@ class ControllerStore:
 
     def _write_back(self, epoch: int) -> None:
         """Take over a Redis that lost its data (flush, new server); the next commit writes the rest."""
-        self._with_room(lambda: self._acquire_epoch(epoch, is_writing_back=True))
+        self.room.write(lambda: self._acquire_epoch(epoch, is_writing_back=True))
         logger.warning("redis lost its data; %d decisions written back", len(self.decisions))
 
     def _queue_decisions(self, pipe: Pipeline) -> None:

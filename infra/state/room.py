@@ -1,4 +1,4 @@
-"""Room: memory of Redis that is set aside for the controller's commits, and what gives way when there is none left.
+"""Room: memory of Redis that is set aside for what the controller writes, and what gives way when there is none left.
 
 A server at its maxmemory refuses every write and every transaction, the one that would delete too. So the controller holds
 a reserve, a key of its own, and frees memory by single commands, which such a server still carries out: first what costs
@@ -9,7 +9,8 @@ numbers of batches count. Producers are refused meanwhile; they count what they 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import redis
 from redis.exceptions import ResponseError
@@ -22,13 +23,16 @@ RESERVE_BYTES = 2 * 2**20
 """More than a commit of 4,000 busy replicas writes (1.8 MB/s, `paceline bench control`), and it commits twice a second."""
 LOG_BYTES = 32 * 2**20
 """Size of the log stream, an eighth of the embedded server's memory; the file in the data folder keeps all."""
+_MAX_ATTEMPTS = 64
+"""Times that memory is freed for one transaction: more than it takes to halve both streams to nothing."""
+T = TypeVar("T")
 
 
 class Room:
     """The reserve of one service. Methods raise redis errors; only the controller calls them."""
 
     def __init__(self, client: redis.Redis, keys: Keys) -> None:
-        self._client, self._keys = client, keys
+        self.client, self._keys = client, keys
         self._is_told = False
 
     def keep(self) -> None:
@@ -42,7 +46,7 @@ class Room:
                 logger.warning("no memory of Redis is set aside for the controller's commits: %s", e)
 
     def _set_aside(self) -> None:
-        client, keys = self._client, self._keys
+        client, keys = self.client, self._keys
         if int(client.strlen(keys.reserve)) >= RESERVE_BYTES:  # type: ignore[arg-type]
             return
         memory: Any = client.info("memory")
@@ -51,22 +55,35 @@ class Room:
             client.setrange(keys.reserve, RESERVE_BYTES - 1, b"\0")
 
     def _cut_log(self) -> None:
-        client, keys = self._client, self._keys
+        client, keys = self.client, self._keys
         num_bytes = int(client.memory_usage(keys.log) or 0)  # type: ignore[arg-type]
         if num_bytes > LOG_BYTES:
             length = int(client.xlen(keys.log))  # type: ignore[arg-type]
             client.xtrim(keys.log, maxlen=length * LOG_BYTES // num_bytes, approximate=True)
 
-    def make(self, attempt: int) -> bool:
+    def write(self, transaction: Callable[[], T]) -> T:
+        """What a transaction returns; memory is freed for it where Redis has none.
+
+        Raises: what it raises, ResponseError when there is nothing left to free.
+        """
+        for attempt in range(_MAX_ATTEMPTS):
+            try:
+                return transaction()
+            except ResponseError as e:
+                if not is_out_of_memory(e) or not (self._make(attempt) or attempt == 0):
+                    raise
+        return transaction()
+
+    def _make(self, attempt: int) -> bool:
         """Free memory for a transaction that was refused for the `attempt`-th time, from 0; False when nothing is left."""
-        freed = int(self._client.delete(self._keys.reserve)) + self.drop_acknowledged()  # type: ignore[arg-type]
+        freed = int(self.client.delete(self._keys.reserve)) + self.drop_acknowledged()  # type: ignore[arg-type]
         if attempt > 0 and not freed:
             freed = self._halve(self._keys.feedback) or self._halve(self._keys.log)
         return freed > 0
 
     def drop_acknowledged(self) -> int:
         """Delete the feedback entries that a commit has acknowledged; returns how many."""
-        client, keys = self._client, self._keys
+        client, keys = self.client, self._keys
         try:
             groups: Any = client.xinfo_groups(keys.feedback)
         except ResponseError as e:
@@ -82,8 +99,8 @@ class Room:
 
     def _halve(self, stream: str) -> int:
         """Delete the older half of a stream's entries; returns how many."""
-        length = int(self._client.xlen(stream))  # type: ignore[arg-type]
-        gone = int(self._client.xtrim(stream, maxlen=length // 2, approximate=False))  # type: ignore[arg-type]
+        length = int(self.client.xlen(stream))  # type: ignore[arg-type]
+        gone = int(self.client.xtrim(stream, maxlen=length // 2, approximate=False))  # type: ignore[arg-type]
         if gone:
             logger.error("redis is out of memory: the %d oldest entries of %s were deleted", gone, stream)
         return gone

@@ -10,6 +10,7 @@ import redis
 from paceline.contracts import TrainJob, encode
 from paceline.infra.controller.jobs import BEAT_SHARE, Lease, TrainCoordinator, WorkerLease, failed, read_lease
 from paceline.infra.controller.store import HostConfig
+from paceline.infra.state.room import Room
 from paceline.machine import SystemClock
 from tests.helpers.scripted import ARM, ProcessLauncher
 
@@ -34,7 +35,7 @@ def launcher(shared_redis, tmp_path):
 
 def coordinator(client, url, keys, launcher, owner="c1", **options) -> TrainCoordinator:
     config = HostConfig(redis_url=url, model=keys.model, lease_ttl_s=TTL_S, **options)
-    return TrainCoordinator(config, client, launcher, clock=SystemClock(), owner=owner)
+    return TrainCoordinator(config, Room(client, keys), launcher, clock=SystemClock(), owner=owner)
 
 
 def wait_result(c, j, wait_until):

@@ -8,15 +8,19 @@ import pytest
 from redis.exceptions import ResponseError
 
 from paceline.config import FeedbackConfig
+from paceline.contracts import TrainJob
 from paceline.errors import PacelineError
+from paceline.infra.controller.jobs import TrainCoordinator
+from paceline.infra.controller.store import HostConfig
 from paceline.infra.replica import feedback as feedback_module
 from paceline.infra.replica.feedback import BATCH_ROWS, FeedbackPublisher
 from paceline.infra.state.desired import ensure_first_version, queue_log
 from paceline.infra.state.redis_clients import patient_client
 from paceline.infra.state.redis_server import EmbeddedRedis
 from paceline.infra.state.room import RESERVE_BYTES, Room
+from paceline.machine import SystemClock
 from tests.helpers.hosts import make_host, send, settle, stored
-from tests.helpers.scripted import row
+from tests.helpers.scripted import ARM, row
 
 UNBOUNDED = 1 << 40
 MEMORY_MB = 24
@@ -182,6 +186,33 @@ def test_a_full_redis_recovers_while_traffic_goes_on(small, keys, tmp_path, wait
         host.stop()
     delivered = sum(pub.num_delivered for pub in pubs)
     assert stored(client, keys).num_rows <= delivered
+
+
+class Launches:
+    """A launcher that starts nothing."""
+
+    def __init__(self) -> None:
+        self.jobs: list[str] = []
+
+    def launch(self, job, lease) -> None:
+        self.jobs.append(job.job_id)
+
+
+def test_a_job_is_launched_and_stopped_while_redis_is_full(small, keys, tmp_path):
+    client, launches = patient_client(small.url), Launches()
+    config = HostConfig(redis_url=small.url, model=keys.model)
+    coordinator = TrainCoordinator(config, Room(client, keys), launches, clock=SystemClock(), owner="c")
+    job = TrainJob(
+        job_id="j1", bucket="math", arm=ARM, base_version="v1", first_version="v1", shard_ids=["s"], rehearsal_shard_ids=[],
+        seed=0, time_limit_s=30.0,
+    )  # fmt: skip
+    pub = publisher(small.url, keys)
+    for call in (lambda: coordinator.poll(job), lambda: coordinator.request_stop("j1")):
+        fill(pub)
+        with pytest.raises(ResponseError, match="used memory"):
+            client.set("anything", b"x")
+        call()
+    assert launches.jobs == ["j1"] and client.get(keys.train_stop) == b"j1"
 
 
 def order(host, policy: str) -> str:
