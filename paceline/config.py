@@ -334,6 +334,9 @@ class ClientLimits:
     buckets: tuple[str, ...] | None = None
     """Traffic classes that it may name; requests under another name count as `other`. None = any, as far as
     engine.max_buckets has room for an even part."""
+    shares_training: bool = False
+    """Its text trains drafters for everybody, and it gets theirs. Otherwise a tenant that a token vouches for has buckets of
+    its own (`code` counts as `code@acme`), whose drafters learn from its text alone and serve nobody else."""
 
     def __post_init__(self) -> None:
         for name in self.buckets or ():

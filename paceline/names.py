@@ -7,6 +7,9 @@ from collections.abc import Mapping
 
 from paceline.contracts import CLASS_PREFIX
 
+_OWN = "@"
+OWN_PREFIX = "~"
+"""First character of the tenant that a token without one is; no client can name such a tenant."""
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}")
 _ROUTE = re.compile(r"/|(/[A-Za-z0-9][A-Za-z0-9._~-]*){1,8}")
@@ -14,7 +17,9 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _SPEAKER = re.compile(r"[^\s<|\\/>\x00-\x1f\x7f]{1,64}")
 
 LABEL_RULE = "must be 1 to 64 letters, digits, '.', '_' or '-', not beginning with a sign"
-CLASS_RULE = f"must be the name of a bucket or of one of the service's own classes ({CLASS_PREFIX}class-3)"
+CLASS_RULE = (
+    f"must be the name of a bucket (code, code@TENANT) or of one of the service's own classes ({CLASS_PREFIX}class-3)"
+)
 MODEL_RULE = "must be 1 to 128 letters, digits, '.', '_', '-', '/', ':', '@' or '+', not beginning with a sign"
 ROUTE_RULE = "must be '/' or like '/name', without a '/' at its end, of letters, digits, '.', '_', '~' and '-'"
 REQUEST_ID_RULE = "must be 1 to 128 printable ASCII characters without spaces"
@@ -38,8 +43,19 @@ def is_token(text: str) -> bool:
 
 
 def is_class(name: str) -> bool:
-    """Whether requests can be counted under this name: a client's bucket, or a class of those without one."""
-    return is_label(name.removeprefix(CLASS_PREFIX))
+    """Whether requests can be counted under this name: a client's bucket, a tenant's own, or a class of those without one."""
+    bucket, sign, tenant = name.partition(_OWN)
+    return is_label(bucket.removeprefix(CLASS_PREFIX)) and (not sign or is_label(tenant.removeprefix(OWN_PREFIX)))
+
+
+def own_bucket(bucket: str, tenant: str) -> str:
+    """The bucket of a tenant alone that its requests under this name belong to."""
+    return f"{bucket}{_OWN}{tenant}"
+
+
+def tenant_of(bucket: str) -> str:
+    """The tenant whose own a bucket is; '' = it is anybody's."""
+    return bucket.partition(_OWN)[2]
 
 
 def is_model_name(name: str) -> bool:

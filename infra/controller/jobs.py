@@ -31,6 +31,7 @@ from paceline.infra.controller.surroundings import Surroundings
 from paceline.infra.state.redis_clients import Keys, producer_client
 from paceline.infra.state.room import Room
 from paceline.machine import Clock
+from paceline.names import tenant_of
 
 logger = logging.getLogger(__name__)
 
@@ -474,8 +475,10 @@ def order_job(
 
     Args:
         arm: sized arm; twice its rows are handed over, since the learner may have read part of them.
-        shards: ShardInfo of the target, oldest first.
+        shards: ShardInfo of the target, oldest first; those of other tenants' own buckets, or of all where the bucket is a
+            tenant's own, are left out.
     """
+    shards = [s for s in shards if tenant_of(s.bucket) == tenant_of(decision.bucket)]
     together = {decision.bucket, *decision.context.get("others", ())}
     own = newest([s for s in shards if s.bucket in together], 2 * arm.num_rows)
     if not own:

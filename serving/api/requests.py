@@ -85,6 +85,7 @@ def engine_requests(
                     is_asked=asked is not None and not parts.trusts_groups,
                     is_traced=is_traced and tenant not in parts.opt_out_tenants,
                     tenant=tenant,
+                    is_own=visit.keeps_to_itself(tenant),
                     priority=body.priority or 0,
                     deadline_s=None if timeout_s is None else arrived_s + timeout_s,
                     prompt_logprobs=num_scored,

@@ -5,6 +5,9 @@ tenant that brought it first. Places that are free are anybody's; where all are 
 least two more (paceline/names.py): the name that was used least recently. What finds no place is served alike and counted
 under `other`. Junk names of one tenant so take no place from others, and places change hands at most `max_buckets` squared,
 halved, times (each time the sum of squares falls).
+
+A tenant whose training is not shared has buckets of its own: `code@acme` for its `code`, `default@acme` for what it does
+not name (its prompts are sorted into no class, which others' prompts could be in).
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from paceline.names import donors
+from paceline.names import donors, own_bucket
 
 DEFAULT_BUCKET = "default"
 """Requests without a name, as long as nothing is known of their class (classes.py); always known."""
@@ -36,13 +39,16 @@ class BucketNames(msgspec.Struct):
     def __len__(self) -> int:
         return len(self.owners) + 1
 
-    def resolve(self, name: str | None, tenant: str = "", kept: Collection[str] = ()) -> str:
+    def resolve(self, name: str | None, tenant: str = "", kept: Collection[str] = (), *, is_own: bool = False) -> str:
         """The bucket that a tenant's request with this name belongs to; None: it has none.
 
         Args:
             tenant: '' = nobody, who counts as one tenant.
             kept: names with a drafter version of their own: they are always told apart, and give way to nobody.
+            is_own: the bucket is the tenant's own; OTHER_BUCKET is everybody's all the same.
         """
+        if is_own:
+            name = own_bucket(name or DEFAULT_BUCKET, tenant)
         if name is None or name == DEFAULT_BUCKET:
             return DEFAULT_BUCKET
         owner = self.owners.pop(name, None)

@@ -455,8 +455,10 @@ class Engine:
     def _take(self, arrived: list[RunningRequest], aborts: set[str], calls: list[Call]) -> list[Call]:
         for request in arrived:
             asked = request.request
-            request.bucket = self._buckets.resolve(asked.bucket, asked.tenant, self.slots.routed())
-            request.awaits_class = self.classes is not None and request.request.bucket is None
+            request.bucket = self._buckets.resolve(
+                asked.bucket, asked.tenant, self.slots.routed(), is_own=asked.is_own
+            )
+            request.awaits_class = self.classes is not None and asked.bucket is None and not asked.is_own
             self.output.by_id[request.request_id] = request
             self.scheduler.add(request)
             self._deadlines.add(request, self.output.by_id)

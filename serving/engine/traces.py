@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from paceline.serving.drafters.forward import Ranking, best_tokens
+from paceline.serving.engine.buckets import OTHER_BUCKET
 from paceline.serving.engine.running import RunningRequest, TraceRows
 from paceline.serving.sampling.request import RequestTrace
 from paceline.serving.target_model.device import upload
@@ -66,6 +67,8 @@ class TraceCollector:
     def start(self, request: RunningRequest) -> None:
         """Decide at admission whether the request is traced (the sink's sampling, the request's own opt-out)."""
         if not request.request.is_traced or request.request.params.max_tokens == 0:
+            return
+        if request.request.is_own and request.bucket == OTHER_BUCKET:  # which everybody's text trains
             return
         if request.request.resumed_token_ids:  # a trace needs the target's best tokens at every output token
             return

@@ -146,6 +146,8 @@ class GenerationRequest:
     """False: no feature trace is ever written for this request (opt-out)."""
     tenant: str = ""
     """Whose request it is; '' when it does not say."""
+    is_own: bool = False
+    """Its bucket is its tenant's own: no other tenant's text trains the drafters that it gets, nor its text theirs."""
     priority: int = 0
     """Lower values are admitted first and preempted last; arrival decides among equals."""
     deadline_s: float | None = None

@@ -137,6 +137,10 @@ class Visit:
             raise HTTPException(403, f"{TENANT_HEADER} must be absent or the tenant of the token, got {named!r}")
         return own
 
+    def keeps_to_itself(self, tenant: str) -> bool:
+        """Whether a tenant's buckets are its own: a token vouches for it, and its limits do not share what its text trains."""
+        return bool(tenant) and self.holder is not None and not self.account.limits.shares_training
+
     def close(self) -> None:
         """The answer has ended, however; idempotent."""
         if not self._is_over:

@@ -21,12 +21,11 @@ from fastapi import Request
 
 from paceline.config import ClientLimits, ServiceConfig, TokenEntry, TokenFile, load_token_file
 from paceline.errors import ConfigError
+from paceline.names import OWN_PREFIX
 
 log = logging.getLogger(__name__)
 
 API_ROLE, CLIENT_ROLE, ADMIN_ROLE = "api", "client", "admin"
-OWN_PREFIX = "~"
-"""First character of the tenant that a token without one is; no client can name such a tenant."""
 RELOAD_S = 2.0
 """Period of looking at the token file: how long a new token waits and a withdrawn one still opens."""
 SETTLE_S = 0.1

@@ -121,7 +121,9 @@ class Run:
 
     def __init__(self, engine: Engine, request_id: str = "r", prompt=PROMPT, **fields) -> None:
         self.events: list = []
-        request = {k: fields.pop(k) for k in ("group", "bucket", "is_traced", "priority") if k in fields}
+        request = {
+            k: fields.pop(k) for k in ("group", "bucket", "is_traced", "priority", "tenant", "is_own") if k in fields
+        }
         params = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, **fields}
         engine.submit(
             GenerationRequest(

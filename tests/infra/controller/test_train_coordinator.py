@@ -7,12 +7,22 @@ import msgspec
 import pytest
 import redis
 
-from paceline.contracts import TrainJob, encode
-from paceline.infra.controller.jobs import BEAT_SHARE, Lease, TrainCoordinator, WorkerLease, failed, read_lease
+from paceline.adapt.data.trace_store import ShardInfo
+from paceline.config import PolicyConfig
+from paceline.contracts import DesiredState, TrainJob, encode
+from paceline.infra.controller.jobs import (
+    BEAT_SHARE,
+    Lease,
+    TrainCoordinator,
+    WorkerLease,
+    failed,
+    order_job,
+    read_lease,
+)
 from paceline.infra.controller.store import HostConfig
 from paceline.infra.state.room import Room
 from paceline.machine import SystemClock
-from tests.helpers.scripted import ARM, ProcessLauncher
+from tests.helpers.scripted import ARM, ProcessLauncher, decision
 
 TTL_S = 1.0
 
@@ -218,3 +228,25 @@ def test_lease_is_taken_again_after_a_flush(shared_redis, client, keys):
     assert read_lease(client, keys).token == "mine"
     assert not lease.should_stop()
     assert msgspec.msgpack.decode(client.get(keys.train))["job_id"] == "j1"
+
+
+def test_a_job_reads_the_text_of_its_own_tenant_alone():
+    shards = [
+        ShardInfo(shard_id=f"{b}-{i}", bucket=b, num_rows=10, num_bytes=1, created=float(i), target_version="t")
+        for i in range(3)
+        for b in ("math", "law", "law@acme", "tax@acme", "law@bolt")
+    ]
+    desired = DesiredState(gen=1, version="v1", first_version="v1", holdback_percent=10)
+    arm = msgspec.structs.replace(ARM, num_rows=10, rehearsal_share=0.5)
+    for bucket, own, others in (
+        ("law@acme", ["law@acme"], {"tax@acme"}),
+        ("law", ["law", "math"], set()),
+        ("law", ["law"], {"math"}),
+    ):
+        order = decision(1, "train", bucket=bucket, context={"others": [*own[1:], "law@bolt"]})
+        made = order_job(order, arm, shards, desired=desired, policy=PolicyConfig())
+        assert made is not None and {i.rsplit("-", 1)[0] for i in made.shard_ids} == set(own)
+        assert {i.rsplit("-", 1)[0] for i in made.rehearsal_shard_ids} == others
+    assert (
+        order_job(decision(1, "train", bucket="law@new"), arm, shards, desired=desired, policy=PolicyConfig()) is None
+    )

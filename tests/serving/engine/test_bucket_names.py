@@ -2,6 +2,7 @@
 
 import random
 
+from paceline.names import is_class, is_label, tenant_of
 from paceline.serving.engine.buckets import DEFAULT_BUCKET, OTHER_BUCKET, BucketNames
 
 
@@ -61,3 +62,17 @@ def test_a_tenant_that_comes_back_to_its_names_finds_them():
         for i in range(20):
             names.resolve(f"x{k}-{i}", f"tenant-{k}")
         assert names.resolve(mine[0], "me") == mine[0], "what is in use stays"
+
+
+def test_buckets_of_tenants_own_are_never_anothers_and_take_places_like_others():
+    names = BucketNames(5)
+    assert names.resolve("code", "acme", is_own=True) == "code@acme"
+    assert names.resolve("code", "bolt", is_own=True) == "code@bolt"
+    assert names.resolve(None, "acme", is_own=True) == "default@acme"
+    assert names.resolve("code", "corp") == "code" and names.resolve(None, "corp") == DEFAULT_BUCKET
+    assert [tenant_of(b) for b in names.owners] == ["acme", "bolt", "acme", ""]
+    assert all(names.owner(b) == tenant_of(b) for b in list(names.owners)[:3]) and len(names) == 5
+    assert names.resolve("law", "acme", is_own=True) == OTHER_BUCKET, "nobody owes it a place"
+    for client in ("code@bolt", "default@acme"):
+        assert is_class(client) and not is_label(client), "an operator may name it, a client cannot"
+    assert is_class("code@~ci") and not any(map(is_class, ("code@", "@acme", "a@b@c", "code@ x")))

@@ -204,3 +204,21 @@ def test_pages_balance_and_tokens_stay_while_assignments_change_under_load():
     for bucket in buckets:
         assert len({v for b, v in served if b == bucket}) > 3, f"{bucket} was served by too few versions"
     assert 0 < slots.num_failures == num_failed, "a drafter met rows of another text or of other weights"
+
+
+def test_what_is_a_tenants_own_is_in_no_class_and_in_no_trace_of_others():
+    sinks = PromptSinks()
+    engine = make_engine(portfolio(), sinks=sinks, max_buckets=4)
+    tell_classes(engine, PROMPT)
+    runs = {
+        "a": Run(engine, "a", tenant="acme", is_own=True),
+        "b": Run(engine, "b", tenant="acme", is_own=True, bucket="law"),
+        "c": Run(engine, "c", tenant="bolt", is_own=True, bucket="law"),
+        "d": Run(engine, "d", tenant="bolt", is_own=True, bucket="code"),
+        "e": Run(engine, "e", tenant="corp"),
+    }
+    finish(engine)
+    found = {i: r.last.stats.bucket for i, r in runs.items()}
+    assert found == {"a": "default@acme", "b": "law@acme", "c": "law@bolt", "d": "other", "e": "~class-1"}
+    assert {t.request_id: t.bucket for t in sinks.traces} == {i: b for i, b in found.items() if i != "d"}
+    assert len(sinks.vectors) == 1, "its prompts make no class either"

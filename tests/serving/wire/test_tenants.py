@@ -22,11 +22,13 @@ tokens:
   - {token: a, tenant: acme}
   - {token: a2, tenant: acme}
   - {token: b, tenant: bolt}
+  - {token: c, tenant: corp}
   - {token: own1}
   - {token: own2}
   - {token: ops, role: admin}
 tenants:
   acme: {max_unfinished: 3, max_body_bytes: 4000, buckets: [chat]}
+  corp: {shares_training: true}
 """
 SECRET = list(range(5, 70))
 
@@ -130,6 +132,22 @@ def test_buckets_of_a_tenant_are_those_that_its_limits_name(scripted: SimpleName
         assert ask(scripted.url, token, {"x-paceline-bucket": bucket}).status_code == 200
         assert scripted.engine.requests[-1].bucket == counted
         assert scripted.engine.requests[-1].tenant == {"a": "acme", "b": "bolt"}[token]
+
+
+def test_what_a_tenants_text_trains_is_its_own_unless_its_limits_share_it(scripted: SimpleNamespace) -> None:
+    named = {"x-paceline-tenant": "dove"}
+    for token, headers, is_own in (
+        ("a", {}, True),
+        ("own1", {}, True),
+        ("c", {}, False),
+        ("front", named, True),
+        ("front", {}, False),
+    ):
+        assert ask(scripted.url, token, headers).status_code == 200
+        assert scripted.engine.requests[-1].is_own == is_own, (token, headers)
+    with serve_app(build_api(ApiParts(client=scripted.engine, tokenizer=TOKENIZER, clients=Clients()))) as url:
+        assert ask(url, headers=named).status_code == 200
+        assert not scripted.engine.requests[-1].is_own, "nobody vouches for the name"
 
 
 def test_unfinished_requests_and_bodies_are_limited_by_tenant(scripted: SimpleNamespace) -> None:
