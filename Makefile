@@ -12,7 +12,7 @@ WORKERS ?= 3
 export RAY_USAGE_STATS_ENABLED ?= 0
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: chat demo test test-vllm serve lint package clean help
+.PHONY: chat demo test test-vllm serve fuzz lint package clean help
 
 help:
 	@echo "make chat  [ARGS='--port N']            talk to a small real model in the browser and see what is drafted"
@@ -20,6 +20,7 @@ help:
 	@echo "make test  [ARGS='-k name'] [WORKERS=3] every test that needs no GPU"
 	@echo "make test-vllm [VLLM_VENV=DIR]         drafters and the plugin in a real vLLM on the CPU (4 GB, installed once; 25 minutes)"
 	@echo "make serve [ARGS='--model DIR']        OpenAI-compatible server in the foreground"
+	@echo "make fuzz URL=http://127.0.0.1:8000 [ARGS='--seed N'] a million requests that nobody should send, for a night"
 	@echo "make lint                              ruff and mypy"
 
 $(VENV)/.ready: pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
@@ -61,6 +62,9 @@ test-vllm: $(VENV)/.ready $(VLLM_VENV)/.ready
 
 serve: $(VENV)/.ready
 	$(VENV)/bin/paceline serve $(ARGS)
+
+fuzz: $(VENV)/.ready
+	$(VENV)/bin/paceline bench fuzz $(or $(URL),http://127.0.0.1:8000) --requests 1e6 --json fuzz.json $(ARGS)
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .

@@ -3,12 +3,14 @@
 Bodies are drawn from the server's own /openapi.json and then spoilt; beside them go headers that cannot be meant, and, over
 plain sockets, what no HTTP library sends (fuzz_sockets.py). Everything follows from the seed. A server passes when no answer is a
 5xx other than 503 with a reason (and 504 to a request with a time limit of its own), none takes longer than --timeout, a
-smuggled request is never answered, and it serves as before afterwards with nothing left over.
+smuggled request is never answered, connections that send no whole head are closed, and it serves as before afterwards with
+nothing left over: no request, no page, no memory, no open file.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import random
@@ -25,7 +27,7 @@ from rich.console import Console
 
 from paceline.bench.common.result_file import ResultFile
 from paceline.bench.common.terminal import new_table, progress
-from paceline.bench.serve.fuzz_sockets import RawOutcome, ask_raw
+from paceline.bench.serve.fuzz_sockets import PATIENCE_S, UNFINISHED, RawOutcome, ask_raw, ends_unfinished
 from paceline.bench.serve.server_metrics import parse_page
 from paceline.errors import PacelineError
 from paceline.records import JsonFile, Setting, count, record
@@ -38,6 +40,14 @@ MAX_KEPT = 20
 """Faults that are written out; more are only counted."""
 CHECK_S = 30.0
 """Longest time that the server has afterwards to be as before."""
+NUM_EACH_UNFINISHED = 4
+"""Connections of each kind in UNFINISHED, which wait beside the requests."""
+MAX_GROWTH_BYTES = 150 * 2**20
+"""Memory that a server may gain between the first tenth of the requests and the end, a KV pool in RAM apart. Bounded caches
+(compiled grammars, tokenizations, prefixes) and the allocator's gaps gain some whatever the number of requests; it is a
+leak of 175 bytes a request in a night's 1e6."""
+MAX_MORE_FILES = 32
+"""Files that it may gain beyond the fuzzer's connections: pools of connections to Redis, which grow up to its threads."""
 
 
 @record()
@@ -238,6 +248,8 @@ class FuzzTotals:
     faults: Counter[str] = field(default_factory=Counter)
     examples: list[dict[str, Any]] = field(default_factory=list)
     slowest_s: float = 0.0
+    warm: dict[str, float] = field(default_factory=dict)
+    """_USAGE after the first tenth of the requests."""
 
     def fault(self, kind: str, number: int, what: object) -> None:
         """Note something that a service must not do."""
@@ -317,6 +329,9 @@ async def _fuzz(options: FuzzOptions, console: Console) -> dict[str, Any]:
 
             async def worker() -> None:
                 for number in numbers:
+                    if number == options.num_requests // 10:
+                        with contextlib.suppress(httpx.HTTPError):
+                            totals.warm = await _gauges(http, options, _USAGE)
                     rng = random.Random(f"{options.seed}:{number}")
                     if rng.random() < SOCKET_SHARE:
                         judge_raw(await ask_raw(options.url, rng, options.timeout_s), number, totals)
@@ -325,24 +340,49 @@ async def _fuzz(options: FuzzOptions, console: Console) -> dict[str, Any]:
                     bar.step()
 
             began = time.perf_counter()
+            names = [name for name in UNFINISHED for _ in range(NUM_EACH_UNFINISHED)]
+            waiting = asyncio.gather(*(ends_unfinished(options.url, name) for name in names))
             await asyncio.gather(*(worker() for _ in range(options.concurrency)))
         seconds = time.perf_counter() - began
+        ends: dict[str, float | None] = {}
+        for name, end_s in zip(names, await waiting, strict=True):
+            before_s = ends.get(name, 0.0)
+            ends[name] = None if end_s is None or before_s is None else max(end_s, before_s)
+            if end_s is None:
+                what = f"{name} was sent, and the connection was open after {PATIENCE_S:g} s"
+                totals.fault("unfinished head was kept", options.num_requests, what)
         after = await _settled(http, options, before, totals)
+        usage: dict[str, float] = {}
+        with contextlib.suppress(httpx.HTTPError):
+            usage = await _gauges(http, options, _USAGE)
+        judge_usage(usage, totals, options)
     return {
         "num_requests": options.num_requests, "seconds": round(seconds, 1), "statuses": dict(totals.statuses),
         "raw": dict(sorted(totals.raw.items())), "slowest_s": round(totals.slowest_s, 3), "faults": dict(totals.faults),
-        "examples": totals.examples, "before": before, "after": after,
+        "examples": totals.examples, "before": before, "after": after, "unfinished_s": ends,
+        "usage": {"warm": totals.warm, "after": usage},
     }  # fmt: skip
 
 
 _GAUGES = ("paceline_kv_pages_free", "paceline_requests_running", "paceline_requests_waiting")
+_MEMORY, _FILES, _POOL = "paceline_resident_memory_bytes", "paceline_open_files", "paceline_host_kv_bytes"
+_USAGE = (_MEMORY, _FILES, _POOL)
 
 
-async def _gauges(http: httpx.AsyncClient, options: FuzzOptions) -> dict[str, float]:
-    """What /metrics says of requests and pages; {} where it says nothing or is closed."""
+def judge_usage(usage: dict[str, float], totals: FuzzTotals, options: FuzzOptions) -> None:
+    """Compare memory and open files with what they were; a server that does not tell them is not judged."""
+    pool = usage.get(_POOL, 0.0)  # the system gives its memory when a page is first written
+    for name, most in ((_MEMORY, MAX_GROWTH_BYTES + pool), (_FILES, MAX_MORE_FILES + options.concurrency)):
+        if name in usage and usage[name] - totals.warm.get(name, usage[name]) > most:
+            what = f"{name} rose from {totals.warm[name]:.0f} to {usage[name]:.0f}, by more than {most:.0f}"
+            totals.fault("leak", options.num_requests, what)
+
+
+async def _gauges(http: httpx.AsyncClient, options: FuzzOptions, names: tuple[str, ...] = _GAUGES) -> dict[str, float]:
+    """What /metrics says of requests and pages, or of other names; {} where it says nothing or is closed."""
     headers = {} if options.api_token is None else {"authorization": f"Bearer {options.api_token}"}
     page = parse_page((await http.get("/metrics", headers=headers)).text)
-    return {name: total for name in _GAUGES if (total := page.total(name)) is not None}
+    return {name: total for name in names if (total := page.total(name)) is not None}
 
 
 async def _settled(
@@ -378,6 +418,14 @@ def run_fuzz(options: FuzzOptions, console: Console) -> dict[str, Any]:
     for status, number in sorted(document["statuses"].items()):
         table.add_row(status, f"{number}")
     table.add_row("over plain sockets", f"{sum(document['raw'].values())}")
+    for name, end_s in document["unfinished_s"].items():
+        table.add_row(f"{name}, then silence", "kept" if end_s is None else f"closed after {end_s:g} s")
+    warm, after = document["usage"]["warm"], document["usage"]["after"]
+    for name, words, unit in ((_MEMORY, "memory, MiB", 2**20), (_FILES, "open files", 1)):
+        if name in warm and name in after:
+            table.add_row(
+                f"{words}, after a tenth and at the end", f"{warm[name] / unit:.0f}, {after[name] / unit:.0f}"
+            )
     console.print(table)
     for kind, number in document["faults"].items():
         console.print(f"[red]fault[/red] {kind}: {number}")

@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 SMUGGLED_PATH = "/smuggled-by-fuzz"
 QUIET_S = 1.0
 """Silence after which what the server has sent is taken for all."""
+PATIENCE_S = 30.0
+"""Longest time that a server may wait for the rest of a head: three times what ours does, which may be busy."""
 _BODY = b'{"prompt": "a", "max_tokens": 1}'
 _SMUGGLED = f"GET {SMUGGLED_PATH} HTTP/1.1\r\nHost: a\r\n\r\n".encode()
 
@@ -142,15 +144,8 @@ async def ask_raw(url: str, rng: random.Random, timeout_s: float) -> RawOutcome:
     """Send a request of a random kind to the server of `url` and read what it answers within timeout_s."""
     name = rng.choice(list(KINDS))
     request = KINDS[name](rng, name)
-    place = urlsplit(url)
-    port = place.port or (443 if place.scheme == "https" else 80)
-    context: ssl.SSLContext | None = None
-    if place.scheme == "https":
-        context = ssl.create_default_context()
-        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # what is tested is the server's patience
     try:
-        opened = asyncio.open_connection(place.hostname, port, ssl=context)
-        reader, writer = await asyncio.wait_for(opened, timeout_s)
+        reader, writer = await asyncio.wait_for(_connect(url), timeout_s)
     except (OSError, TimeoutError):
         return RawOutcome(name, (), False, True)
     received = b""
@@ -164,7 +159,8 @@ async def ask_raw(url: str, rng: random.Random, timeout_s: float) -> RawOutcome:
             if request.resets:
                 return RawOutcome(name, (), False, False)
             if request.ends and writer.can_write_eof():
-                writer.write_eof()
+                with contextlib.suppress(OSError):  # the server was faster
+                    writer.write_eof()
             received = await _read(reader, timeout_s, needs_answer=name in _ANSWERED)
     except TimeoutError:
         return RawOutcome(name, (), False, True, request.pieces[0][1][:500])
@@ -174,6 +170,44 @@ async def ask_raw(url: str, rng: random.Random, timeout_s: float) -> RawOutcome:
     has_smuggled = 404 in statuses[1:]  # there is no such path, and the request before it was for another one
     is_hung = name in _ANSWERED and not statuses and b"HTTP/1." not in received
     return RawOutcome(name, statuses, has_smuggled, is_hung, request.pieces[0][1][:500])
+
+
+UNFINISHED: dict[str, bytes] = {
+    "nothing": b"",
+    "half a line": b"GET /hea",
+    "half a header": _whole(random.Random(0))[:40],
+    "half of a second head": _head(method=b"GET", path=b"/healthz") + b"GET /hea",
+}
+"""Name -> what is sent on a connection that then stays as it is."""
+
+
+async def ends_unfinished(url: str, name: str) -> float | None:
+    """Send what UNFINISHED has by that name; seconds until the server closes, None: it does not within PATIENCE_S."""
+    began = time.monotonic()
+    writer = None
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            reader, writer = await _connect(url)
+            with contextlib.suppress(ConnectionError):
+                writer.write(UNFINISHED[name])
+                while await reader.read(65_536):
+                    pass
+    except (OSError, TimeoutError):
+        return None
+    finally:
+        if writer is not None:
+            writer.transport.abort()
+    return round(time.monotonic() - began, 1)
+
+
+async def _connect(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    place = urlsplit(url)
+    context: ssl.SSLContext | None = None
+    if place.scheme == "https":
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # what is tested is the server's patience
+    port = place.port or (443 if place.scheme == "https" else 80)
+    return await asyncio.open_connection(place.hostname, port, ssl=context)
 
 
 async def _read(reader: asyncio.StreamReader, timeout_s: float, *, needs_answer: bool) -> bytes:

@@ -35,8 +35,8 @@ class ReplicaNumbers(msgspec.Struct, kw_only=True):
     """'engine' | 'ingress'."""
     model: str = ""
     counters: dict[str, Any] = {}
-    """Of an engine: {"engine": Engine.stats(), "feedback": ..., "traces": ..., "spans": ..., "training": bool, "speculation": rows of
-    metrics.speculation_rows}, all but the first optional. Of an ingress: attributes of ResumeCounters."""
+    """Of an engine: {"engine": Engine.stats(), "feedback": ..., "traces": ..., "spans": ..., "training": bool, "process": ...,
+    "speculation": rows of metrics.speculation_rows}, all but the first optional. Of an ingress: attributes of ResumeCounters."""
     swap_pause_ms: float | None = None
     """Of the latest swap."""
     queue: Histogram | None = None

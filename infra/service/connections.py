@@ -7,8 +7,12 @@ written it keeps until the client reads it. Each such connection costs an open f
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import logging
 import resource
+import termios
+from array import array
 from collections import Counter
 from typing import ClassVar
 
@@ -60,39 +64,62 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self._is_answering:
-            self._stop_waiting()
-        elif self._address is not None and self._head_timer is None:
+        if not self._is_answering:  # blank lines, or the rest of a body that nobody waits for
             self._await_head()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._await_head()
+
+    def on_headers_complete(self) -> None:
+        self._stop_waiting()
+        super().on_headers_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        left = self.transport.get_write_buffer_size()
-        if left and self._end_timer is None:
-            self._end_timer = self.loop.call_later(self.write_s, self._check_reader, left)
+        if self._end_timer is None:
+            self._watch_reader()
 
     @property
     def _is_answering(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
 
     def _await_head(self) -> None:
-        self._head_timer = self.loop.call_later(self.head_s, self.transport.abort)
+        if self._head_timer is None and self._address is not None:
+            self._head_timer = self.loop.call_later(self.head_s, self._miss_head)
+
+    def _miss_head(self) -> None:
+        self._head_timer = None
+        if self._is_answering:  # the request before it; until that is over, nothing is missed
+            self._await_head()
+        else:
+            self.transport.abort()
 
     def _stop_waiting(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
+    def _watch_reader(self) -> None:
+        if self.transport.get_write_buffer_size():  # the kernel looks after its own part
+            self._end_timer = self.loop.call_later(self.write_s, self._check_reader, self._num_unread())
+
     def _check_reader(self, before: int) -> None:
-        """before: bytes that waited for the reader one `write_s` ago."""
+        """before: _num_unread() one `write_s` ago."""
         self._end_timer = None
-        left = self.transport.get_write_buffer_size()
-        if not left or self._is_answering:  # the next answer has a deadline of its own, and an end
+        if self._is_answering:  # the next answer has a deadline of its own, and an end
             return
-        if left >= before:
-            self.transport.abort()  # close() would wait for the reader
+        if self._num_unread() < before:
+            self._watch_reader()
         else:
-            self._end_timer = self.loop.call_later(self.write_s, self._check_reader, left)
+            self.transport.abort()  # close() would wait for the reader
+
+    def _num_unread(self) -> int:
+        """Bytes that wait here and in the kernel, which takes from here in portions as large as megabytes."""
+        queued = array("i", [0])
+        with contextlib.suppress(OSError):  # closed already
+            fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queued)
+        return self.transport.get_write_buffer_size() + queued[0]
 
     def _forget(self) -> None:
         self._stop_waiting()

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import psutil
+
 from paceline.adapt.data.storage_calls import StorageCalls
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.data.trace_writer import TraceWriter
@@ -207,9 +209,16 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
     if ranks is not None:
         closers.append(ranks.close)
 
+    process = psutil.Process()
+
     def counters() -> dict[str, Any]:
         out: dict[str, Any] = {"engine": engine.stats(), "training": engine.output.is_training}
         out["logs"] = {"lines_dropped": num_dropped_lines()}
+        out["process"] = {
+            "rss_bytes": process.memory_info().rss,
+            "num_files": process.num_fds(),
+            "host_kv_bytes": engine.config.kv_bytes if target.device.type == "cpu" else 0,
+        }
         roles = {"live": slots.live_version, "canary": slots.canary_version, "first": slots.first_version}
         if engine.policy.text is not None:
             roles["text"] = engine.policy.text.caps.name

@@ -207,6 +207,11 @@ SPAN_METRICS: _Counters = (
 LOG_METRICS: _Counters = (
     ("lines_dropped", replica_spec("log_lines_dropped", "counter", "lines", "Lines of log files lost to a full queue or a disk that refused them")),
 )  # fmt: skip
+OWN_METRICS: _Counters = (
+    ("rss_bytes", replica_spec("resident_memory_bytes", "gauge", "bytes", "Memory that the process has in RAM")),
+    ("num_files", replica_spec("open_files", "gauge", "1", "Files and sockets that the process has open")),
+    ("host_kv_bytes", replica_spec("host_kv_bytes", "gauge", "bytes", "Part of the KV pool that lies in RAM, which the process gets when it first writes there")),
+)  # fmt: skip
 TRAINING = replica_spec("training", "gauge", "1", "1 while a training job runs for this service")
 SWAP_PAUSE = replica_spec("swap_pause_ms", "gauge", "ms", "Engine-thread pause of the latest swap")
 SPECULATION = replica_spec(
@@ -253,7 +258,7 @@ HTTP_METRICS: tuple[MetricSpec, ...] = (FIRST_TOKEN, PER_TOKEN, WHOLE, RESPONSES
 REPLICA_METRICS: tuple[MetricSpec, ...] = (
     *(
         spec
-        for table in (ENGINE_METRICS, FEEDBACK_METRICS, TRACE_METRICS, SPAN_METRICS, LOG_METRICS)
+        for table in (ENGINE_METRICS, FEEDBACK_METRICS, TRACE_METRICS, SPAN_METRICS, LOG_METRICS, OWN_METRICS)
         for _, spec in table
     ),
     TRAINING,
@@ -279,6 +284,7 @@ def _replica_values(numbers: ReplicaNumbers) -> _Values:
         ("traces", TRACE_METRICS),
         ("spans", SPAN_METRICS),
         ("logs", LOG_METRICS),
+        ("process", OWN_METRICS),
     )
     for name, table in tables:
         source = counters.get(name)

@@ -142,10 +142,10 @@ def below(prefix: str, app: FastAPI) -> Any:
 
 
 @contextlib.contextmanager
-def serve_app(app: Any) -> Iterator[str]:
-    """Serve `app` with uvicorn on a free loopback port; gives the base URL."""
+def serve_app(app: Any, http: Any = Connection) -> Iterator[str]:
+    """Serve `app` with uvicorn on a free loopback port; gives the base URL. http: uvicorn's protocol."""
     port = free_port()
-    server = uvicorn.Server(uvicorn.Config(app, http=Connection, host="127.0.0.1", port=port, log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(app, http=http, host="127.0.0.1", port=port, log_level="error"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     wait_until(lambda: server.started)

@@ -3,6 +3,7 @@
 import gc
 import io
 import random
+from collections.abc import Callable
 from typing import Any
 
 import psutil
@@ -14,6 +15,7 @@ from paceline.bench.serve.fuzz import BodyWriter, FuzzOptions, FuzzRequests, fau
 from paceline.bench.serve.fuzz_sockets import KINDS
 from paceline.config import EngineConfig
 from paceline.errors import PacelineError
+from paceline.infra.service.connections import Connection
 from paceline.serving.api.app import build_api
 from paceline.serving.api.generation import ApiParts
 from paceline.serving.api.openapi import describe
@@ -25,6 +27,11 @@ from tests.helpers.fakes import tiny_target
 DOCUMENT = describe(build_api(ApiParts(client=ScriptedEngine(), tokenizer=TOKENIZER)).routes)
 MAX_GROWTH_BYTES = 150 * 2**20
 """Of the process after a first thousand requests: tokenizer caches, compiled grammars and prefix pages have bounds."""
+
+
+@pytest.fixture(autouse=True)
+def quick_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Connection, "head_s", 2.0)
 
 
 def fuzz(url: str, num_requests: int, **options: Any) -> dict[str, Any]:
@@ -87,18 +94,19 @@ def test_a_server_with_faults_fails() -> None:
     assert document["faults"]["503 without a reason"] > 5 and 0 < len(document["examples"]) <= 20
 
 
-def test_a_server_with_something_left_over_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.bench.serve.fuzz.CHECK_S", 1.0)
-    app, free = FastAPI(openapi_url=None), {"a": 64, "b": 64}
+def metered(gauges: Callable[[int], dict[str, float]]) -> FastAPI:
+    """A server whose /metrics has these of each of two replicas, by the number of requests so far."""
+    app, num_requests = FastAPI(openapi_url=None), 0
 
     async def answer(request: Request) -> Response:
+        nonlocal num_requests
         await request.body()
-        free["b"] -= 1
+        num_requests += 1
         return Response("{}")
 
     async def metrics() -> Response:
-        page = (f'paceline_kv_pages_free{{model="m",replica="{name}"}} {n}\n' for name, n in free.items())
-        return Response("# TYPE paceline_kv_pages_free gauge\n" + "".join(page))
+        found = gauges(num_requests).items()
+        return Response("".join(f'# TYPE {n} gauge\n{n}{{r="a"}} 0\n{n}{{r="b"}} {v}\n' for n, v in found))
 
     async def healthy() -> dict[str, str]:
         return {}
@@ -108,10 +116,37 @@ def test_a_server_with_something_left_over_fails(monkeypatch: pytest.MonkeyPatch
     app.add_api_route("/openapi.json", lambda: DOCUMENT, methods=["GET"])
     app.add_api_route("/healthz", healthy, methods=["GET"])
     app.add_api_route("/metrics", metrics, methods=["GET"])
-    with serve_app(app) as url:
+    return app
+
+
+def test_a_server_with_something_left_over_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.bench.serve.fuzz.CHECK_S", 1.0)
+    with serve_app(metered(lambda n: {"paceline_kv_pages_free": 128 - n})) as url:
         document = fuzz(url, 30, seed=4)
     assert document["before"] == {"paceline_kv_pages_free": 128.0}
     assert has_failed(document) and document["faults"] == {"not as before": 1}, document["faults"]
+
+
+@pytest.mark.parametrize(
+    ("bytes_each", "files_each", "faults"), [(0, 0, {}), (2**20, 0, {}), (2**24, 0, {"leak": 1}), (0, 4, {"leak": 1})]
+)
+def test_a_server_whose_memory_or_files_grow_with_the_requests_fails(bytes_each, files_each, faults) -> None:
+    usage = {"paceline_host_kv_bytes": lambda n: 2**26, "paceline_open_files": lambda n: 50 + files_each * n}
+    usage["paceline_resident_memory_bytes"] = lambda n: 2**30 + bytes_each * n
+    with serve_app(metered(lambda n: {name: at(n) for name, at in usage.items()})) as url:
+        document = fuzz(url, 60, seed=4)
+    assert document["faults"] == faults, document["faults"]
+    assert document["usage"]["after"]["paceline_open_files"] == 50 or files_each
+
+
+def test_a_server_that_waits_for_heads_for_ever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.bench.serve.fuzz_sockets.PATIENCE_S", 8.0)
+    app = build_api(ApiParts(client=ScriptedEngine("hi"), tokenizer=TOKENIZER))
+    for http, faults in (("httptools", {"unfinished head was kept": 16}), (Connection, {})):
+        with serve_app(app, http) as url:
+            document = fuzz(url, 20, seed=4)
+        assert document["faults"] == faults, document["faults"]
+        assert {end_s is None for end_s in document["unfinished_s"].values()} == {bool(faults)}
 
 
 def test_requests_follow_from_the_seed() -> None:

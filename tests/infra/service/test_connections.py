@@ -89,6 +89,11 @@ def test_the_second_head_has_the_same_time_and_a_quiet_connection_stays(port: in
         assert is_closed(sock)
 
 
+def test_half_a_head_behind_a_request_is_closed_after_its_answer(port: int) -> None:
+    with connect(port, GET % 1 + b"GET /hea") as sock:
+        assert sock.recv(1 << 16).endswith(b"x") and is_closed(sock)
+
+
 def test_an_answer_whose_end_nobody_reads_is_dropped(port: int) -> None:
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

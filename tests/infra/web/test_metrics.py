@@ -167,6 +167,7 @@ def test_scrape_holds_the_replica_and_the_controller():
         "traces": {},
         "spans": {"exported": 5, "dropped": 1},
         "logs": {"lines_dropped": 3},
+        "process": {"rss_bytes": 2**30, "num_files": 70, "host_kv_bytes": 2**20},
         "training": True,
     }
     text = render_metrics(
