@@ -68,7 +68,7 @@ class Front:
             return
         try:
             scope["headers"] = checked_headers(scope["headers"])
-            if self._presence.is_gone and not scope["path"].startswith(_OF_SERVE):
+            if not scope["path"].startswith(_OF_SERVE) and self._presence.is_gone(scope["path"]):
                 raise HTTPException(
                     503, "no replica runs now, one starts; try again", {"Retry-After": str(GAP_RETRY_S)}
                 )

@@ -1,4 +1,4 @@
-"""Presence: whether a service has a replica at all that takes requests, asked of Serve's controller twice a second.
+"""Presence: which services have no replica at all that takes requests, asked of Serve's controller twice a second.
 
 Serve's proxy lets a request wait for a replica as long as it takes one to start, which is minutes for a large target. So it is
 while the only replica is replaced (`max_surge_percent` 0: its devices must be free first), or starts again after a crash.
@@ -10,8 +10,9 @@ import logging
 import threading
 
 import ray
-from ray import serve
 from ray.serve._private.common import ReplicaState
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeInstanceDetails
 
 log = logging.getLogger(__name__)
 
@@ -21,23 +22,30 @@ EVERY_S = 0.5
 _SERVING = (ReplicaState.RUNNING, ReplicaState.UPDATING, ReplicaState.PENDING_MIGRATION)
 
 
-def has_replica() -> bool | None:
-    """Whether an engine takes requests; None where that cannot be told, or where other applications share the proxy."""
-    if not ray.is_initialized():
-        return None
-    applications = serve.status().applications.values()
-    engines = [app.deployments[ENGINE] for app in applications if ENGINE in app.deployments]
-    if not engines or len(engines) < len(applications):
-        return None
-    return any(engine.replica_states.get(state, 0) for engine in engines for state in _SERVING)
+def routes() -> dict[str, bool]:
+    """Route of every application -> whether it has an engine and none of its replicas takes requests."""
+    client = _get_global_client(raise_if_no_controller_running=False) if ray.is_initialized() else None
+    if client is None:
+        return {}
+    applications = ServeInstanceDetails(**client.get_serve_details()).applications.values()
+    return {
+        app.route_prefix.rstrip("/"): ENGINE in app.deployments
+        and not any(replica.state in _SERVING for replica in app.deployments[ENGINE].replicas)
+        for app in applications
+        if app.route_prefix is not None
+    }
 
 
 class Presence:
-    """The latest answer of `has_replica`."""
+    """The latest answer of `routes`."""
 
     def __init__(self) -> None:
-        self.is_gone = False
-        """No replica takes requests. Any thread."""
+        self._routes: dict[str, bool] = {}
+
+    def is_gone(self, path: str) -> bool:
+        """Whether no replica takes requests of the application that Serve gives this path to. Any thread."""
+        routes = self._routes
+        return routes.get(max((r for r in routes if f"{path}/".startswith(f"{r}/")), key=len, default=""), False)
 
     def start(self) -> Presence:
         """Ask in a thread for as long as the process lives."""
@@ -48,10 +56,13 @@ class Presence:
         pause = threading.Event()
         while not pause.wait(EVERY_S):
             try:
-                is_gone = has_replica() is False
+                found = routes()
             except Exception as e:  # Serve's controller is coming back: replicas that run go on
                 log.debug("Serve does not say what runs: %s", e)
-                is_gone = False
-            if is_gone != self.is_gone:
-                log.warning("no replica takes requests; they get 503" if is_gone else "a replica takes requests again")
-            self.is_gone = is_gone
+                found = {}
+            for route in found.keys() | self._routes.keys():
+                is_gone = found.get(route, False)
+                if is_gone != self._routes.get(route, False):
+                    what = "no replica takes requests; they get 503" if is_gone else "a replica takes requests again"
+                    log.warning("%s: %s", route or "/", what)
+            self._routes = found

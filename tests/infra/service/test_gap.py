@@ -21,6 +21,13 @@ from paceline.machine import free_port
 START_S = 4.0
 
 
+class Foreign:
+    """An application that is not ours."""
+
+    async def __call__(self, request: Any) -> str:
+        return "foreign"
+
+
 class Starting:
     """Stands for an engine that takes its time to start."""
 
@@ -49,20 +56,23 @@ def url() -> Iterator[str]:
             ray.shutdown()
 
 
-def deploy(number: int) -> None:
-    limits = DeploymentLimits(num_cpus=1.0, graceful_shutdown_timeout_s=5.0)
-    serve.run(bind_engine(Starting, "none", {"number": number}, limits), name="gap", route_prefix="/")
+def deploy(number: int, name: str = "gap", route: str = "/gap", num_cpus: float = 1.0) -> None:
+    limits = DeploymentLimits(num_cpus=num_cpus, graceful_shutdown_timeout_s=5.0)
+    serve.run(bind_engine(Starting, "none", {"number": number}, limits), name=name, route_prefix=route)
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 def test_clients_are_told_to_come_back_while_the_only_replica_is_replaced(url):
     deploy(1)
+    deploy(7, "other", "/", num_cpus=0.0)
+    foreign = serve.deployment(Foreign, ray_actor_options={"num_cpus": 0})
+    serve.run(foreign.bind(), name="foreign", route_prefix="/foreign")
     found: list[tuple[float, int, float, str]] = []  # sent at, status, seconds, body
 
     def ask() -> None:
         began = time.monotonic()
-        answer = httpx.get(f"{url}/", timeout=60.0)
+        answer = httpx.get(f"{url}/gap", timeout=60.0)
         found.append((began, answer.status_code, time.monotonic() - began, answer.text))
         if answer.status_code == 503:
             assert answer.headers["retry-after"] == str(GAP_RETRY_S)
@@ -73,13 +83,14 @@ def test_clients_are_told_to_come_back_while_the_only_replica_is_replaced(url):
         asked = []
         while not second.done():
             asked.append(pool.submit(ask))
+            assert [httpx.get(f"{url}{path}").text for path in ("/", "/gaps", "/foreign")] == ["7", "7", "foreign"]
             time.sleep(0.2)
         second.result()
         for future in asked:
             future.result()
     # Serve calls a deployment ready before its proxy has heard of the new replica: a client that comes back as told finds it.
     until = time.monotonic() + 30.0
-    while (answer := httpx.get(f"{url}/")).status_code == 503 and time.monotonic() < until:
+    while (answer := httpx.get(f"{url}/gap")).status_code == 503 and time.monotonic() < until:
         time.sleep(float(answer.headers["retry-after"]))
     assert answer.text == "2" and httpx.get(f"{url}/-/routes").status_code == 200
     assert {code for _, code, _, _ in found} == {200, 503}, "neither a 500 nor a 429"
