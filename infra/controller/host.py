@@ -24,9 +24,9 @@ from paceline.infra.controller.jobs import Launcher
 from paceline.infra.controller.orders import CommandQueue
 from paceline.infra.controller.session import MakeController, Session, restore_controller, snapshot_view
 from paceline.infra.controller.snapshot import ControllerErrors, Snapshot, TrafficBin
-from paceline.infra.controller.store import HostConfig, ProcessDeeds
+from paceline.infra.controller.store import BEAT_S, HostConfig, ProcessDeeds, read_progress
 from paceline.infra.state.log import ErrorCount
-from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Breaker, cannot_store, consumer_client
+from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Breaker, Keys, cannot_store, consumer_client
 from paceline.infra.state.redis_clock import RedisClock
 from paceline.machine import Clock
 
@@ -38,8 +38,12 @@ logger = logging.getLogger(__name__)
 
 _STOPPED = "the controller has stopped"
 _AWAY = "Redis is unreachable, nothing was changed; try again when it is back"
+_FENCED = "another controller took over from this one, which waits for its end; nothing was changed"
 _SNAPSHOT_S = 0.25
 """Snapshots are made no closer to each other, however many ask."""
+_RIVAL_GONE_S = 3 * BEAT_S
+"""A controller that took over and has committed nothing for so long is gone."""
+_RIVAL_LOOK_S = 2.0
 
 
 class ControllerHost:
@@ -67,6 +71,9 @@ class ControllerHost:
         """
         self.config, self.shards, self.registry, self.launcher = config, store, registry, launcher
         self.is_fenced = False
+        """Another controller took over and lives."""
+        self._rival: tuple[Any, float] | None = None
+        """What that one had committed at the latest look, and since when."""
         self._errors, self._clock = ErrorCount(), clock or RedisClock()
         self._make_client, self._spans = make_client, spans
         self._calls = StorageCalls(f"the data folder {config.data_dir or ''}".strip(), config.storage_patience_s)
@@ -105,6 +112,7 @@ class ControllerHost:
         self._session = self._make_session(self._client)
         self._breaker.succeeded()
         self._refusal = ""
+        self.is_fenced = False
         self._make_snapshot()
 
     def step(self, block_ms: int = 250) -> int:
@@ -126,9 +134,12 @@ class ControllerHost:
 
     def run(self) -> None:
         """Loop of the background thread."""
-        while not self._stop.is_set() and not self.is_fenced:
+        while not self._stop.is_set():
             try:
-                if self._session is None:
+                if self.is_fenced and self._has_rival():
+                    self._pause(_RIVAL_LOOK_S, _FENCED)
+                    continue
+                if self._session is None or self.is_fenced:
                     self.connect()
                 self.step()
                 self._trouble.succeeded()
@@ -136,10 +147,11 @@ class ControllerHost:
                 if self._breaker.succeeded():
                     logger.info("redis is back; the controller goes on")
             except FencedError as e:
-                self.is_fenced = True
+                self.is_fenced, self._rival = True, None
                 self._errors.last = str(e)
-                logger.error("controller stops: %s", e)
+                logger.error("%s; it goes on when that one is gone", e)
             except OUTAGE_ERRORS as e:
+                self._rival = None  # it cannot commit either
                 if self._breaker.is_up is not False:
                     logger.warning("redis is away, no decisions until it is back: %s", e)
                 if self._session is not None:
@@ -157,6 +169,15 @@ class ControllerHost:
                 self._breaker.succeeded()  # whatever it is, Redis answered
                 self._pause(self._trouble.failed(), f"nothing can be stored now ({e}); try again later")
         self._commands.fail(_STOPPED)
+
+    def _has_rival(self) -> bool:
+        """Whether the controller that took over lives: it commits at least every BEAT_S. Raises redis errors."""
+        assert self._client is not None, "whoever is fenced has connected"
+        seen, now = read_progress(self._client, Keys(self.config.model)), self._clock.now()
+        self._breaker.succeeded()
+        if self._rival is None or self._rival[0] != seen:
+            self._rival = seen, now
+        return now - self._rival[1] < _RIVAL_GONE_S
 
     def _pause(self, seconds: float, reason: str) -> None:
         """Refuse commands for this reason and wait."""
@@ -187,7 +208,7 @@ class ControllerHost:
 
     def call(self, fn: Callable[[], Any]) -> Future:
         """Run `fn` in the loop's thread and commit; the future has its result or error. Thread-safe."""
-        return self._commands.put(fn, refused=_STOPPED if self._stop.is_set() or self.is_fenced else "")
+        return self._commands.put(fn, refused=_STOPPED if self._stop.is_set() else _FENCED if self.is_fenced else "")
 
     def _commit_command(self) -> None:
         self.session.books.flush(always=True)

@@ -55,6 +55,8 @@ MAX_LEDGER = 5_000
 MAX_UNFILED = 1_000
 """Latest commits whose lines are kept where the log file cannot be written: some eight minutes."""
 MAX_NOTES = 50
+BEAT_S = 30.0
+"""Longest time without a commit, even of nothing: a controller that another one took over from sees whether that one lives."""
 COMMIT_ENTRIES = 2000
 """Stream entries after which a commit is due: half a second of 1,000 busy replicas, a fifth of what the stream keeps."""
 _MAX_TRIES = 20
@@ -256,6 +258,7 @@ class ControllerStore:
             self._fs, root = open_store(config.snapshots or folder)
             self._path = f"{root}/{snapshot_name(config.target_version)}"
         self._log_file = None if folder is None else LogFile(folder / DECISIONS, calls.run)
+        self.room.filed = None if folder is None else "0"
         self._filed = (0, 0)
         """Stream id of the log file's last line."""
         self._unfiled: deque[_Unfiled] = deque(maxlen=MAX_UNFILED)
@@ -297,7 +300,7 @@ class ControllerStore:
                 self.epoch = epoch
                 logger.info("controller took over epoch=%d", epoch)
                 return epoch
-        raise FencedError("other controllers keep taking over; run one controller per service")
+        raise WatchError("the controller's epoch keeps changing; run one controller per service")
 
     def _check_owner(self, epoch: int, owner: str | None) -> bool:
         """Whether the epoch key is this controller's; False when Redis lost what it was.
@@ -307,7 +310,7 @@ class ControllerStore:
         if owner is None or epoch < self.epoch:
             return False
         if owner != self.owner:
-            raise FencedError(f"another controller took over (epoch {epoch}, mine is {self.epoch}); this one stops")
+            raise FencedError(f"another controller took over (epoch {epoch}, mine is {self.epoch})")
         return True
 
     def find(self) -> _Found:
@@ -419,7 +422,8 @@ class ControllerStore:
         """Look up the log file's last line and forget the commits up to it; where it cannot be read all stays as it is."""
         if self._log_file is not None:
             try:
-                self._filed = _order(self.calls.run(self._log_file.last_id))
+                self.room.filed = self.calls.run(self._log_file.last_id)
+                self._filed = _order(self.room.filed)
             except (OSError, StorageHangsError) as e:
                 logger.error("the log file %s cannot be read: %s", self._log_file.path, e)
         while self._unfiled and self._unfiled[0].last_line <= self._filed:
@@ -453,7 +457,7 @@ class ControllerStore:
                     raise
                 self._remember(state, commit)
                 return
-        raise FencedError("the controller's keys keep changing under it; run one controller per service")
+        raise WatchError("the controller's keys keep changing under it")
 
     def _has_happened(self, state: HostState, commit: Commit) -> bool:
         """Whether a commit whose reply was lost is in Redis; then it is taken over as written."""
@@ -656,6 +660,11 @@ def read_state(client: redis.Redis, keys: Keys) -> HostState | None:
     return state
 
 
+def read_progress(client: redis.Redis, keys: Keys) -> tuple[Any, Any]:
+    """What changes with every take-over and every commit of whichever controller. Raises redis errors."""
+    return client.get(keys.epoch), client.hget(keys.state, "commit")
+
+
 class Books:
     """The state, and what has come together for its next commit; every part of the controller works on it.
 
@@ -676,6 +685,7 @@ class Books:
         self.config, self.store, self.state, self.policy, self.pending = config, store, state, policy, Commit()
         self.errors, self.clock, self._deeds = errors, clock, deeds
         self._commit_due = self._file_due = 0.0
+        self._beat_due = clock.now() + BEAT_S
         self._file_commit = -1
         self.folder_error = ""
         """Why the data folder could not be written last; '' = it could."""
@@ -730,10 +740,10 @@ class Books:
 
     def flush_due(self, now: float) -> None:
         """Commit what waits when it is time, or when others wait for it: decisions and the desired record."""
-        pending = self.pending
+        pending, is_beat = self.pending, now >= self._beat_due
         is_due = now >= self._commit_due or len(pending.ack_ids) >= COMMIT_ENTRIES
-        if is_due or pending.decisions or pending.desired:
-            self.flush()
+        if is_due or is_beat or pending.decisions or pending.desired:
+            self.flush(always=is_beat)
 
     def flush(self, always: bool = False) -> None:
         """Commit what has come together; `always`: also when that is nothing but the state.
@@ -750,7 +760,7 @@ class Books:
         self.store.commit(self.state, self.pending)
         self.pending = Commit()
         now = self.clock.now()
-        self._commit_due = now + self.config.commit_every_s
+        self._commit_due, self._beat_due = now + self.config.commit_every_s, now + BEAT_S
         try:
             self.store.copy_log()
             if now >= self._file_due and self.state.commit != self._file_commit:

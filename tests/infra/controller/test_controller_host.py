@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 import pytest
 import redis
+from redis.client import Pipeline
 
 from paceline.config import PolicyConfig
 from paceline.contracts import LedgerEntry, ReplicaReport, encode
@@ -139,6 +140,55 @@ def test_older_controller_is_fenced(shared_redis, host, client, keys, tmp_path):
     settle(second)
     assert second.session.state.num_rows == 3
     assert len(ledger(client, keys)) == 1
+
+
+def test_a_fenced_controller_goes_on_when_its_rival_is_gone_and_no_sooner(
+    shared_redis, client, keys, tmp_path, seeded, wait_until, monkeypatch
+):
+    clock, looks = ManualClock(1000.0), []
+    monkeypatch.setattr(host_module, "_RIVAL_LOOK_S", 0.01)
+    monkeypatch.setattr(
+        host_module, "read_progress", lambda *of: (looks.append(store.read_progress(*of)), looks[-1])[1]
+    )
+    host, rival = (make_host(shared_redis.url, keys, tmp_path, clock=clock) for _ in range(2))
+    host.start()
+    try:
+        wait_until(lambda: stored(client, keys).epoch == 1)
+        rival.connect()
+        send(client, keys, 1)
+        wait_until(lambda: host.is_fenced, what="the fence")
+        with pytest.raises(PacelineError, match="waits for its end; nothing was changed"):
+            host.call(lambda: None).result(10)
+        for _ in range(6):  # the rival has nothing to do, and lives
+            clock.advance(store.BEAT_S)
+            settle(rival, 1)
+            num = len(looks)
+            wait_until(lambda num=num: len(looks) > num + 2)
+            assert host.is_fenced
+        clock.advance(3 * store.BEAT_S)
+        wait_until(lambda: not host.is_fenced, what="the return")
+        assert host.call(lambda: host.session.state.epoch).result(10) == 3
+        wait_until(lambda: stored(client, keys).num_rows == 3)
+        with pytest.raises(FencedError):
+            rival.session.books.flush(always=True)
+    finally:
+        host.stop()
+
+
+def test_keys_that_change_again_and_again_fence_nobody(host, client, keys, monkeypatch):
+    send(client, keys, 1)
+    execute = Pipeline.execute
+
+    def change_first(pipe, *args, **options):
+        client.xadd(keys.log, {"kind": "note", "v": "{}"})
+        return execute(pipe, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pipeline, "execute", change_first)
+        with pytest.raises(redis.WatchError, match="keep changing"):
+            settle(host)
+    settle(host)
+    assert stored(client, keys).num_rows == 3 and len(ledger(client, keys)) == 1
 
 
 def test_commit_whose_reply_was_lost_is_not_repeated(shared_redis, client, keys, tmp_path, seeded):
