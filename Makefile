@@ -64,7 +64,7 @@ serve: $(VENV)/.ready
 	$(VENV)/bin/paceline serve $(ARGS)
 
 fuzz: $(VENV)/.ready
-	$(VENV)/bin/paceline bench fuzz $(or $(URL),http://127.0.0.1:8000) --requests 1e6 --json fuzz.json $(ARGS)
+	$(VENV)/bin/paceline bench fuzz $(or $(URL),http://127.0.0.1:8000) --requests 1e6 $(ARGS)
 
 lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .

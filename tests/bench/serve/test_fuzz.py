@@ -140,7 +140,7 @@ def test_a_server_whose_memory_or_files_grow_with_the_requests_fails(bytes_each,
 
 
 def test_a_server_that_waits_for_heads_for_ever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.bench.serve.fuzz_sockets.PATIENCE_S", 8.0)
+    monkeypatch.setattr("paceline.bench.serve.fuzz_sockets.PATIENCE_S", 4.5)
     app = build_api(ApiParts(client=ScriptedEngine("hi"), tokenizer=TOKENIZER))
     for http, faults in (("httptools", {"unfinished head was kept": 16}), (Connection, {})):
         with serve_app(app, http) as url:
