@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -91,13 +92,37 @@ def _run_job(
     return run_training_job(job, store, registry, target, shadow=ShadowConfig(chain=chain), **options)
 
 
-def device_clock(device: str, threads: int) -> Callable[[], float]:
-    """Seconds that this process takes of its device: on a CPU its threads' time over their number, so that a polite process
-    is not charged for its waiting; a GPU is taken from now on."""
-    if device != "cpu":
-        began = time.perf_counter()
-        return lambda: time.perf_counter() - began
-    return lambda: time.process_time() / threads
+def _has_cuda() -> bool:
+    """Whether this process has opened a GPU."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized()
+
+
+def device_clock(
+    device: str,
+    threads: int,
+    *,
+    spent: Callable[[], float] = time.process_time,
+    is_open: Callable[[], bool] = _has_cuda,
+) -> Callable[[], float]:
+    """Seconds that this process takes of its device, by its threads' time: a polite process is not charged for its waiting.
+
+    A CPU is taken by so many threads. A GPU is driven by one, which spins while it waits for the GPU (CUDA's
+    cudaDeviceScheduleAuto), from the first look behind the GPU's opening: not by imports, nor by waiting for stores.
+    """
+    if device == "cpu":
+        return lambda: spent() / threads
+    began: float | None = None
+
+    def taken_s() -> float:
+        nonlocal began
+        if began is None:
+            if not is_open():
+                return 0.0
+            began = spent()
+        return spent() - began
+
+    return taken_s
 
 
 @ray.remote(max_calls=1, max_retries=0)

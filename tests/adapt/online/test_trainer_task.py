@@ -124,10 +124,26 @@ def test_a_process_that_waits_for_its_core_is_not_charged_for_waiting():
     assert clock() - began < 0.2
     while clock() - began < 0.2:
         pass
-    clock = device_clock("cuda", 1)
-    assert clock() < 0.2, "a GPU is not charged for what was before"
+
+
+def test_a_gpu_is_charged_from_its_opening_for_what_its_process_does():
+    spent, is_open = 7.0, False
+    clock = device_clock("cuda", 2, spent=lambda: spent, is_open=lambda: is_open)
+    assert clock() == 0.0
+    spent = 19.0  # imports
+    assert clock() == 0.0
+    is_open = True
+    assert clock() == 0.0
+    spent = 21.5
+    assert clock() == 2.5
+    clock = device_clock("cuda", 1, is_open=lambda: True)
+    clock()
     time.sleep(0.3)
-    assert clock() >= 0.3
+    assert clock() < 0.2, "nor is it charged for waiting"
+    while clock() < 0.2:
+        pass
+    if not torch.cuda.is_initialized():
+        assert device_clock("cuda", 1)() == 0.0
 
 
 def test_a_controller_that_orders_jobs_and_lists_versions_loads_no_torch() -> None:
