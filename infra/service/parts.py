@@ -157,6 +157,7 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
     configure_logging(
         file=paths.home / f"replica-{replica_id}.log",
         access_file=paths.home / f"access-{replica_id}.log" if config.access_log else None,
+        audit_file=paths.home / f"audit-{replica_id}.log",
     )
     span_target = SpanTarget.of(config)
     limit_threads(config.engine.num_threads)

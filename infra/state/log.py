@@ -25,7 +25,7 @@ MAX_QUEUED_LINES = 10_000
 _PATIENCE_S = 2.0
 _BLOCK_BYTES = 2**18
 """Of the decision log, whose file has no limit, as much is read at a time, from its end."""
-_LOGGERS = ("paceline", "paceline.access")
+_LOGGERS = ("paceline", "paceline.access", "paceline.audit")
 _FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 logger = logging.getLogger(__name__)
 
@@ -59,24 +59,30 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(
-    level: str = "INFO", *, file: Path | None = None, to_stderr: bool = True, access_file: Path | None = None
-) -> None:
+    level: str = "INFO", *, file: Path | None = None, to_stderr: bool = True, access_file: Path | None = None,
+    audit_file: Path | None = None,
+) -> None:  # fmt: skip
     """Set the handlers of the `paceline` logger; a second call replaces those of the first.
 
     Args:
         file: JSON lines, rotated at 10 MB with three old files; written by a thread, see QueuedFile.
         to_stderr: False for programs that draw on the terminal.
         access_file: the same for the lines of `paceline.access`, which then go nowhere else; None = like all others.
+        audit_file: a second place for commands that were carried out: whoever can make a process log cannot move them out.
     """
-    root, access = (logging.getLogger(name) for name in _LOGGERS)
+    root, access, audit = (logging.getLogger(name) for name in _LOGGERS)
     root.setLevel(level)
-    for logger_ in (root, access):
+    for logger_ in (root, access, audit):
         for handler in [h for h in logger_.handlers if getattr(h, "is_paceline", False)]:
             logger_.removeHandler(handler)
             handler.close()
     access.propagate = access_file is None
     if access_file is not None:
         _add_handlers(access, [QueuedFile(access_file)])
+    if audit_file is not None:
+        done = QueuedFile(audit_file)
+        done.addFilter(lambda record: record.levelno < logging.WARNING)  # refusals are warnings
+        _add_handlers(audit, [done])
     handlers: list[logging.Handler] = []
     if to_stderr:
         stream = logging.StreamHandler(sys.stderr)

@@ -7,6 +7,8 @@ is refused). Tokens of tenants open the API only: what a service shows is of all
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fastapi import Request
@@ -18,6 +20,31 @@ from paceline.serving.wire.credentials import ADMIN_ROLE, API_ROLE, CLIENT_ROLE,
 _SET_TOKEN = "set api_token (--api-token) or admin_token (--admin-token)"
 
 
+MAX_REFUSALS = 10
+"""Lines a minute about commands that were refused to anybody but operators: 5 MB a day at most, so that 40 MB of log last
+eight days of attack."""
+
+
+class RefusalLog:
+    """Says which refused commands get a line. Of one event loop."""
+
+    def __init__(self, timer: Callable[[], float] = time.monotonic) -> None:
+        """timer: seconds."""
+        self._timer, self._minute, self._num_written, self._num_left_out = timer, float("-inf"), 0, 0
+
+    def take(self) -> int | None:
+        """How many got no line since the last one that did; None: this one gets none either."""
+        minute = self._timer() // 60
+        if minute != self._minute:
+            self._minute, self._num_written = minute, 0
+        if self._num_written >= MAX_REFUSALS:
+            self._num_left_out += 1
+            return None
+        self._num_written += 1
+        found, self._num_left_out = self._num_left_out, 0
+        return found
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Access:
     """The rules of one service."""
@@ -27,6 +54,7 @@ class Access:
     """Address that the service was told to listen on."""
     is_metrics_public: bool = False
     """Anybody may scrape /metrics."""
+    refusals: RefusalLog = field(default_factory=RefusalLog)
 
     @classmethod
     def of(cls, config: ServiceConfig, tokens: Tokens) -> Access:

@@ -233,7 +233,10 @@ def service_router(view: ServiceView, access: Access, run: RunState) -> APIRoute
 
 @contextmanager
 def audited(name: str, request: Request, access: Access) -> Iterator[None]:
-    """Write a line about a command, whatever becomes of it: who gave it from where, and how it ended."""
+    """Write a line about a command, whatever becomes of it: who gave it from where, and how it ended.
+
+    Of commands refused to others than operators only so many get one: whoever is refused could fill the log.
+    """
     peer = None if request.client is None else request.client.host
     # the name is the caller's text until it is known to be one of ours
     fields = {"command": name if name in FIELDS else "unknown", "who": access.operator(request), "peer": peer}
@@ -241,7 +244,10 @@ def audited(name: str, request: Request, access: Access) -> Iterator[None]:
         yield
     except Exception as e:
         status = getattr(e, "status_code", 400 if isinstance(e, RequestError) else 500)
-        audit.warning("command", extra={"fields": {**fields, "outcome": f"refused {status}: {_reason(e)}"}})
+        left_out = 0 if access.is_admin(request) else access.refusals.take()
+        if left_out is not None:
+            more = {"refused_without_a_line": left_out} if left_out else {}
+            audit.warning("command", extra={"fields": {**fields, "outcome": f"refused {status}: {_reason(e)}", **more}})
         raise
     values = getattr(request.state, "command_args", ())
     audit.info("command", extra={"fields": {**fields, "args": list(values), "outcome": "done"}})

@@ -1,8 +1,10 @@
 """Who may read and change a service by /paceline/...: operators, the API's clients, or this computer, and no foreign web page."""
 
 import asyncio
+import contextlib
 import io
 import json
+import logging
 from typing import Any
 
 import httpx
@@ -15,8 +17,10 @@ from paceline.errors import PacelineError
 from paceline.infra.app import dashboard_words
 from paceline.infra.controller.snapshot import Snapshot, VersionInfo
 from paceline.infra.service.versions import ServiceAddress, print_versions
-from paceline.infra.web.access import Access
-from paceline.infra.web.state_routes import service_router
+from paceline.infra.state import log as log_module
+from paceline.infra.state.log import configure_logging
+from paceline.infra.web.access import MAX_REFUSALS, Access, RefusalLog
+from paceline.infra.web.state_routes import audited, service_router
 from paceline.serving.api.app import build_api
 from paceline.serving.api.generation import ApiParts
 from paceline.serving.wire.credentials import Tokens
@@ -141,3 +145,33 @@ def test_a_service_that_listens_elsewhere_without_a_token_says_that_it_is_closed
         dashboard_words(url, Access(tokens=Tokens(admin_token="adm"), host="0.0.0.0"))
         == f"dashboard {url}/dashboard (with controls)"
     )
+
+
+def give(access: Access, made: Request, name: str = "pin") -> None:
+    with contextlib.suppress(HTTPException), audited(name, made, access):
+        access.check_command(made)
+
+
+def test_refused_commands_push_no_carried_out_one_out_of_the_logs(tmp_path, monkeypatch):
+    now_s = 0.0
+    access = Access(tokens=Tokens(admin_token="adm"), refusals=RefusalLog(lambda: now_s))
+    monkeypatch.setattr(log_module, "MAX_FILE_BYTES", 20_000)
+    try:
+        configure_logging(file=tmp_path / "all.log", audit_file=tmp_path / "audit.log", to_stderr=False)
+        give(access, request(token="adm"))
+        for minute in range(3):
+            now_s = 60.0 * minute
+            for _ in range(1000):
+                give(access, request(), "nosuch")
+        give(access, request(token="adm", kind="text/plain"))  # an operator's are never left out
+        for name in ("paceline", "paceline.audit"):
+            for handler in logging.getLogger(name).handlers:
+                handler.flush()
+        lines, kept = (
+            [json.loads(x) for x in (tmp_path / f"{n}.log").read_text().splitlines()] for n in ("all", "audit")
+        )
+    finally:
+        configure_logging(to_stderr=False)
+    assert [x["outcome"] for x in kept] == ["done"]
+    assert [x["outcome"][:11] for x in lines] == ["done", *["refused 401"] * 3 * MAX_REFUSALS, "refused 415"]
+    assert [x["refused_without_a_line"] for x in lines if "refused_without_a_line" in x] == [1000 - MAX_REFUSALS] * 2
