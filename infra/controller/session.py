@@ -165,7 +165,10 @@ class Session:
         self._mend_classes()
         self._sort_classes(self.books.clock.now())
         self.feedback.look_at_lag()
-        self.books.store.room.keep()
+        if num_lost := self.books.store.room.keep():
+            self.books.note(
+                f"the file of this log lacks up to {num_lost} older lines: Redis had no room for more before they were copied"
+            )
 
     def _mend_classes(self) -> None:
         """Have the record of the classes written again where Redis does not hold it as it was written."""

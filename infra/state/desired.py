@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 REPORT_TTL_S = 15
 """A replica whose latest report is older counts as gone."""
-LOG_ENTRIES = 20_000
-"""Entries kept in the log stream; the file in the data directory keeps all."""
 _PATIENCE_S = 10.0
 
 
@@ -72,9 +70,9 @@ def queue_desired(pipe: redis.client.Pipeline, keys: Keys, desired: DesiredState
 
 
 def queue_log(pipe: redis.client.Pipeline, keys: Keys, kind: str, values: dict, entry_id: str = "*") -> None:
-    """Add one entry of the log stream to a transaction; entry_id: '*' = by the server's clock."""
+    """Add one entry of the log stream, which room.py bounds, to a transaction; entry_id: '*' = by the server's clock."""
     fields = {"kind": kind, "v": json.dumps(values, default=str)}
-    pipe.xadd(keys.log, fields, id=entry_id, maxlen=LOG_ENTRIES, approximate=True)  # type: ignore[arg-type]
+    pipe.xadd(keys.log, fields, id=entry_id)  # type: ignore[arg-type]
 
 
 def commit_desired(

@@ -21,8 +21,9 @@ logger = logging.getLogger(__name__)
 
 RESERVE_BYTES = 2 * 2**20
 """More than a commit of 4,000 busy replicas writes (1.8 MB/s, `paceline bench control`), and it commits twice a second."""
+LOG_ENTRIES = 20_000
 LOG_BYTES = 32 * 2**20
-"""Size of the log stream, an eighth of the embedded server's memory; the file in the data folder keeps all."""
+"""Length and size of the log stream, an eighth of the embedded server's memory; the file in the data folder keeps all."""
 _MAX_ATTEMPTS = 64
 """Times that memory is freed for one transaction: more than it takes to halve both streams to nothing."""
 T = TypeVar("T")
@@ -34,9 +35,15 @@ class Room:
     def __init__(self, client: redis.Redis, keys: Keys) -> None:
         self.client, self._keys = client, keys
         self._is_told = False
+        self.filed: str | None = None
+        """Id of the log's last line that its file is known to have; None = there is no file."""
+        self._num_lost, self._lost_behind = 0, ""
 
-    def keep(self) -> None:
-        """Set the reserve aside where it is missing and there is memory for it; cut the log stream to LOG_BYTES."""
+    def keep(self) -> int:
+        """Set the reserve aside where it is missing and there is memory for it; cut the log stream to its limits.
+
+        Returns the lines that were cut and that the log's file does not have, at most; 0 until it takes the ones behind them.
+        """
         try:
             self._set_aside()
             self._cut_log()
@@ -44,6 +51,10 @@ class Room:
             if not is_out_of_memory(e) and not self._is_told:
                 self._is_told = True
                 logger.warning("no memory of Redis is set aside for the controller's commits: %s", e)
+        if self.filed == self._lost_behind:
+            return 0
+        num_lost, self._num_lost = self._num_lost, 0
+        return num_lost
 
     def _set_aside(self) -> None:
         client, keys = self.client, self._keys
@@ -57,9 +68,22 @@ class Room:
     def _cut_log(self) -> None:
         client, keys = self.client, self._keys
         num_bytes = int(client.memory_usage(keys.log) or 0)  # type: ignore[arg-type]
-        if num_bytes > LOG_BYTES:
-            length = int(client.xlen(keys.log))  # type: ignore[arg-type]
-            client.xtrim(keys.log, maxlen=length * LOG_BYTES // num_bytes, approximate=True)
+        length = int(client.xlen(keys.log))  # type: ignore[arg-type]
+        self._drop_lines(length - min(LOG_ENTRIES, length * LOG_BYTES // max(num_bytes, LOG_BYTES)))
+
+    def _drop_lines(self, number: int) -> int:
+        """Delete the oldest lines of the log stream and count those that its file does not have; returns how many."""
+        client, log = self.client, self._keys.log
+        oldest: Any = client.xrange(log, count=number) if number > 0 else []
+        if not oldest:
+            return 0
+        last = oldest[-1][0].decode()
+        if self.filed is not None and (lost := client.xrange(log, min=f"({self.filed}", max=last)):
+            if not self._num_lost:
+                logger.error("the data folder has not taken the decision log's oldest lines, which redis gives up now")
+            self._num_lost += len(lost)  # type: ignore[arg-type]
+            self._lost_behind = self.filed
+        return int(client.xtrim(log, minid=_after(last), approximate=False))  # type: ignore[arg-type]
 
     def write(self, transaction: Callable[[], T]) -> T:
         """What a transaction returns; memory is freed for it where Redis has none.
@@ -78,7 +102,7 @@ class Room:
         """Free memory for a transaction that was refused for the `attempt`-th time, from 0; False when nothing is left."""
         freed = int(self.client.delete(self._keys.reserve)) + self.drop_acknowledged()  # type: ignore[arg-type]
         if attempt > 0 and not freed:
-            freed = self._halve(self._keys.feedback) or self._halve(self._keys.log)
+            freed = self._halve(self._keys.feedback) or self._drop_lines(-(-self.client.xlen(self._keys.log) // 2))  # type: ignore[operator]
         return freed > 0
 
     def drop_acknowledged(self) -> int:

@@ -15,6 +15,7 @@ from paceline.infra.controller.store import HostConfig
 from paceline.infra.replica import feedback as feedback_module
 from paceline.infra.replica.feedback import BATCH_ROWS, FeedbackPublisher
 from paceline.infra.state.desired import ensure_first_version, queue_log
+from paceline.infra.state.log import LogFile
 from paceline.infra.state.redis_clients import patient_client
 from paceline.infra.state.redis_server import EmbeddedRedis
 from paceline.infra.state.room import RESERVE_BYTES, Room
@@ -261,6 +262,30 @@ def test_a_redis_that_others_filled_is_called_full_and_not_away(small, keys, tmp
         ended.set()
         thread.join()
         host.stop()
+
+
+def test_lines_of_the_log_that_its_file_never_got_are_counted_and_said(
+    shared_redis, client, keys, tmp_path, seeded, monkeypatch
+):
+    monkeypatch.setattr("paceline.infra.state.room.LOG_ENTRIES", 20)
+    host = make_host(shared_redis.url, keys, tmp_path)
+    host.connect()
+    settle(host)
+    (tmp_path / "data" / "decisions.jsonl").rename(tmp_path / "aside")
+    (tmp_path / "data" / "decisions.jsonl").mkdir()  # nothing can be appended
+    for number in range(60):
+        host.session.books.note(f"line {number}")
+        settle(host, 1)
+    assert client.xlen(keys.log) <= 21
+    (tmp_path / "data" / "decisions.jsonl").rmdir()
+    (tmp_path / "aside").rename(tmp_path / "data" / "decisions.jsonl")
+    host.session.books.note("line 60")
+    settle(host)
+    texts = [line.get("text", "") for line in LogFile(tmp_path / "data" / "decisions.jsonl").newest_first()]
+    numbers = {int(text.removeprefix("line ")) for text in texts if text.startswith("line ")}
+    (told,) = [text for text in texts if "lacks up to" in text]
+    assert max(numbers) == 60 and len(numbers) < 25
+    assert f"up to {61 - len(numbers)} older lines" in told
 
 
 def test_the_log_stream_is_cut_to_its_bytes(shared_redis, client, keys, monkeypatch):
