@@ -53,7 +53,9 @@ class Feedback:
     def ensure_group(self) -> None:
         """Create stream and group; reading starts at the oldest entry, watermarks drop what was folded before."""
         try:
-            self._client.xgroup_create(self._keys.feedback, FEEDBACK_GROUP, id="0", mkstream=True)
+            self._books.store.room.write(
+                lambda: self._client.xgroup_create(self._keys.feedback, FEEDBACK_GROUP, id="0", mkstream=True)
+            )
         except ResponseError as e:
             if "BUSYGROUP" not in str(e):
                 raise
@@ -147,13 +149,20 @@ class Feedback:
         state.watermarks[key] = (batch.seq, now)
         if now >= self._sweep_due:
             self._sweep_due = now + _SWEEP_S
-            # times of sessions before this one may be by another clock: those marks get a whole age from its start
-            state.watermarks = {
-                key: mark
-                for key, mark in state.watermarks.items()
-                if now - max(mark[1], self._began) <= _WATERMARK_MAX_AGE_S
-            }
+            self._forget_gone(now)
         return True
+
+    def _forget_gone(self, now: float) -> None:
+        """Forget the watermarks of producers that were not heard of for an hour; one that is idle reports all the same."""
+        marks = list(self._books.state.watermarks.items())
+        newest = {key.rpartition(":")[0]: key for key, _ in marks}  # boots come in turn
+        kept = self._books.state.watermarks = {}
+        for key, (seq, at) in marks:
+            replica = key.rpartition(":")[0]
+            heard_at = now if key == newest[replica] and self._lives.has_report(replica) else at
+            # times of sessions before this one may be by another clock: those marks get a whole age from its start
+            if now - max(heard_at, self._began) <= _WATERMARK_MAX_AGE_S:
+                kept[key] = (seq, heard_at)
 
     def _fold(self, batch: FeedbackBatch) -> None:
         state = self._books.state

@@ -281,6 +281,10 @@ class Lives:
             canary_percent=config.canary_percent, canary_bucket=scope, holdback_percent=self._holdback_percent,
         )  # fmt: skip
 
+    def has_report(self, replica_id: str) -> bool:
+        """Whether a replica reported lately."""
+        return replica_id in self._around.latest
+
     def facts_of(self, replica_id: str) -> EngineFacts | None:
         """What a replica's engine is, by its latest report."""
         report = self._around.latest.get(replica_id)

@@ -20,6 +20,7 @@ from paceline.infra.state.desired import ensure_first_version, read_desired, wri
 from paceline.infra.state.log import LogFile
 from paceline.infra.state.redis_clients import FEEDBACK_GROUP, consumer_client, patient_client
 from paceline.machine import ManualClock
+from tests.helpers.fake_replicas import loading
 from tests.helpers.faults import Fault
 from tests.helpers.hosts import ledger, make_host, recent_log, send, settle, stored
 from tests.helpers.scripted import (
@@ -109,6 +110,24 @@ def test_producers_that_are_gone_are_forgotten_and_no_batch_looks_at_all_of_them
     settle(host)
     assert state.watermarks == {"r0:1": (3, 4700.0)}
     assert state.num_duplicates == state.num_missing_batches == 0
+
+
+def test_a_producer_that_is_idle_for_hours_but_reports_has_lost_nothing(shared_redis, client, keys, tmp_path, seeded):
+    clock = ManualClock(1000.0)
+    host = make_host(shared_redis.url, keys, tmp_path, clock=clock)
+    host.connect()
+    for boot, seq in ((1, 1), (2, 1), (2, 2)):
+        send(client, keys, seq, boot=boot, replica="idle")
+    for number in range(3):
+        write_report(client, keys, loading("idle", 1, "v1"))
+        send(client, keys, 1 + number, replica="busy")
+        settle(host)
+        clock.advance(4000.0)
+    send(client, keys, 3, boot=2, replica="idle")
+    settle(host)
+    state = host.session.state
+    assert (state.num_missing_batches, state.num_duplicates) == (0, 0)
+    assert set(state.watermarks) == {"idle:2"}, "neither its earlier boot nor one without a report"
 
 
 def test_entries_read_but_not_committed_are_read_again_by_the_next_controller(
