@@ -186,11 +186,20 @@ class ControllerHost:
         self._stop.wait(seconds)
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """Stop the loop after a last commit; a job in flight is asked to stop and then killed."""
+        """Stop the loop after a last commit; a job in flight is asked to stop and then killed.
+
+        A loop that is still inside a call after twice timeout_s keeps its session: it makes no commit any more.
+        """
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout_s)
-        self._close_session(timeout_s)
+        if self._driving.acquire(timeout=timeout_s):
+            try:
+                self._close_session(timeout_s)
+            finally:
+                self._driving.release()
+        else:
+            logger.warning("the controller's loop is still inside a call; its latest commit stands")
         if self._spans is not None:
             self._spans.close()
 

@@ -1,5 +1,7 @@
 """Claims of infra/controller/host.py against a real server, with a scripted policy: feedback, fencing, restarts, repair."""
 
+import threading
+
 import msgspec
 import numpy as np
 import pytest
@@ -110,6 +112,22 @@ def test_producers_that_are_gone_are_forgotten_and_no_batch_looks_at_all_of_them
     settle(host)
     assert state.watermarks == {"r0:1": (3, 4700.0)}
     assert state.num_duplicates == state.num_missing_batches == 0
+
+
+def test_a_stop_leaves_the_session_to_a_loop_that_is_inside_a_call(
+    shared_redis, keys, tmp_path, seeded, wait_until, monkeypatch
+):
+    host = make_host(shared_redis.url, keys, tmp_path).start()
+    wait_until(lambda: host.snapshot().epoch == 1)
+    inside, go, closed = threading.Event(), threading.Event(), []
+    monkeypatch.setattr(host.session.feedback, "read", lambda block_ms: inside.set() or int(go.wait(60.0)))
+    monkeypatch.setattr(host.session, "close", lambda patience_s: closed.append(go.is_set()))
+    assert inside.wait(20.0)
+    host.stop(timeout_s=0.1)
+    assert closed == []
+    go.set()
+    host.stop()
+    assert closed == [True]
 
 
 def test_a_producer_that_is_idle_for_hours_but_reports_has_lost_nothing(shared_redis, client, keys, tmp_path, seeded):
