@@ -6,6 +6,7 @@ ended: nothing is logged between two rounds of an answer.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -157,6 +158,9 @@ class AccessLog:
 
         try:
             await self._app(scope, receive, watched)
+        except asyncio.CancelledError:  # as Serve does with a request whose client is gone
+            record.is_disconnected = True
+            raise
         finally:
             record.error = record.error or scope["state"].get(CUT)
             record.close()

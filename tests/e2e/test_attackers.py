@@ -1,9 +1,11 @@
 """A whole service under Serve: what its proxy lets through, whom it waits for, and who gave which command."""
 
+import io
 import json
 import os
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,7 +13,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from rich.console import Console
 
+from paceline.bench.serve.fuzz import FuzzOptions, has_failed, run_fuzz
+from paceline.bench.serve.server_metrics import MetricsPage, parse_page
 from paceline.config import EngineConfig, PolicyConfig, ServiceConfig, TraceConfig
 from paceline.infra.app import Service, run_service, stop_service
 from paceline.paths import keep_private
@@ -117,6 +122,69 @@ def test_connections_that_send_one_byte_take_no_place(
         for sock in slow:
             sock.settimeout(60)
             assert sock.recv(65_536).startswith(b"HTTP/1.1 408 ")
+
+
+def reset(sock: ssl.SSLSocket) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
+
+
+def test_clients_that_reset_their_connections_are_no_failures_of_the_service(
+    service: Service, trusted: ssl.SSLContext, http: httpx.Client
+) -> None:
+    ops = {"authorization": "Bearer ops"}
+    before = parse_page(http.get("/metrics", headers=ops).text)
+    whole = json.dumps({"prompt": "Hello", "max_tokens": 64, "ignore_eos": True}).encode()
+    large = b'{"prompt": "' + b"a" * 200_000 + b'"}'  # more than the proxy keeps: the replica has a part
+    for body, num_sent in ((whole, len(whole)), (whole, 20), (large, 150_000)):
+        for wait_s in (0.001, 0.003, 0.01, 0.03, 0.1):
+            sock = trusted.wrap_socket(
+                socket.create_connection(("127.0.0.1", service.config.port)), server_hostname="localhost"
+            )
+            head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer a\r\nContent-Type: application/json\r\n"
+            sock.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body[:num_sent])
+            time.sleep(wait_s)
+            reset(sock)
+    assert ask(http, "b").status_code == 200
+    time.sleep(1.0)  # the last ones end
+    after = parse_page(http.get("/metrics", headers=ops).text)
+
+    def num(page: MetricsPage, code: str) -> float:
+        return sum(v for labels, v in page.samples["paceline_responses_total"] if labels["code"] == code)
+
+    assert num(after, "500") == num(before, "500")
+    assert num(after, "499") > num(before, "499")
+
+
+def test_connections_without_a_whole_head_are_closed(service: Service, trusted: ssl.SSLContext) -> None:
+    with ExitStack() as stack:
+        socks = []
+        for sent in (b"", b"GET /hea", b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\nGET /hea"):
+            plain = stack.enter_context(socket.create_connection(("127.0.0.1", service.config.port), timeout=40))
+            sock = stack.enter_context(trusted.wrap_socket(plain, server_hostname="localhost"))
+            sock.sendall(sent)
+            socks.append(sock)
+        for sock in socks:
+            while read_or_end(sock):
+                pass
+
+
+def read_or_end(sock: ssl.SSLSocket) -> bytes:
+    try:
+        return sock.recv(65_536)
+    except (ConnectionError, ssl.SSLError):
+        return b""
+
+
+def test_five_hundred_requests_of_the_fuzzer_go_through_the_proxy(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", service.config.tls_cert or "")
+    document = run_fuzz(
+        FuzzOptions(url=service.url, num_requests=500, seed=6, api_token="b"), Console(file=io.StringIO())
+    )
+    assert not has_failed(document), (document["faults"], document["examples"])
+    assert document["statuses"]["200"] > 0 and document["statuses"]["400"] > 0 and document["raw"]
 
 
 def test_every_command_is_in_the_log_with_who_gave_it(service: Service, http: httpx.Client) -> None:

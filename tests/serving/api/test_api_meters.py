@@ -128,15 +128,48 @@ def test_a_client_that_leaves_is_no_failure_of_the_service(server, stream: bool,
         assert meters.broken == {} and not [r for r in caplog.records if r.levelname == "ERROR"]
 
 
+@pytest.mark.parametrize("has_body", [True, False])
+def test_a_request_that_its_server_cancels_is_no_failure_of_the_service(has_body: bool) -> None:
+    """Serve's way to tell of a client that is gone, during the answer or, where the proxy passed a part on, the body."""
+    engine, meters = ScriptedEngine(), HttpMeters()
+    engine.go.clear()
+    app = build_api(ApiParts(client=engine, tokenizer=TOKENIZER, meters=meters))
+    messages = [{"type": "http.request", "body": b'{"prompt": "x"}', "more_body": False}] if has_body else []
+
+    async def main() -> None:
+        async def receive() -> dict:
+            if not messages:
+                await asyncio.sleep(60)
+            return messages.pop()
+
+        async def send(message: dict) -> None:
+            raise AssertionError("nobody is there")
+
+        task = asyncio.ensure_future(app(scope_of(ROUTE), receive, send))
+        while has_body and not engine.requests:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+    engine.go.set()
+    assert meters.responses == {ROUTE: {499: 1}} and meters.broken == {}
+
+
+def scope_of(path: str) -> dict[str, Any]:
+    return {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "method": "POST",
+        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": [],
+        "client": ("127.0.0.1", 1), "server": None,
+    }  # fmt: skip
+
+
 def test_a_reader_that_stalls_does_not_make_tokens_look_slow() -> None:
     engine, meters = ScriptedEngine(), HttpMeters()
     app = build_api(ApiParts(client=engine, tokenizer=TOKENIZER, meters=meters))
     body, num_sent, is_read = b'{"prompt": "x", "stream": true}', 0, False
-    scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "method": "POST",
-        "path": ROUTE, "raw_path": ROUTE.encode(), "query_string": b"", "root_path": "", "headers": [],
-        "client": ("127.0.0.1", 1), "server": None,
-    }  # fmt: skip
 
     async def receive() -> dict:
         nonlocal is_read
@@ -151,7 +184,7 @@ def test_a_reader_that_stalls_does_not_make_tokens_look_slow() -> None:
             num_sent += 1
             await asyncio.sleep(0.2)
 
-    asyncio.run(asyncio.wait_for(app(scope, receive, send), 30))
+    asyncio.run(asyncio.wait_for(app(scope_of(ROUTE), receive, send), 30))
     times = meters.streamed
     assert num_sent > 4 and times.whole.sum_s > 0.8, "the answer waited for its reader"
     slowest = times.per_token.quantile(1.0)
