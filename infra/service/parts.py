@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ from paceline.infra.service.claim import claim, own_application
 from paceline.infra.service.deployment import DEPLOYED_AT, ReplicaParts
 from paceline.infra.service.stores import StorePaths, is_adaptive
 from paceline.infra.state.layout import prepare_home
-from paceline.infra.state.log import configure_logging, num_dropped_lines
+from paceline.infra.state.log import configure_logging, delete_gone_logs, num_dropped_lines
 from paceline.infra.state.redis_clients import Keys
 from paceline.infra.state.redis_clock import RedisClock
 from paceline.infra.web.access import Access
@@ -152,6 +153,7 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
     storage = StorageCalls(f"the data folder {paths.home}", STORAGE_PATIENCE_S)
     try:
         storage.run(prepare_home, paths.home)
+        storage.run(delete_gone_logs, paths.home, time.time())
     except StorageHangsError as e:
         log.error("%s; the replica starts without it", e)
     configure_logging(

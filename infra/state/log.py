@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import io
 import itertools
 import json
@@ -20,6 +21,10 @@ from paceline.infra.state.redis_clients import Keys
 
 MAX_FILE_BYTES = 10_000_000
 NUM_OLD_FILES = 3
+MAX_GONE_LOGS = 50
+"""Logs of processes that are gone which stay, the newest: of 25 replicas with their access logs, at most 2 GB."""
+GONE_AFTER_S = 24 * 3600.0
+"""Whatever was written since stays."""
 MAX_QUEUED_LINES = 10_000
 """Lines that wait for the disk: about 4 MB, 20 s of 500 requests a second."""
 _PATIENCE_S = 2.0
@@ -112,6 +117,8 @@ class _RotatingFile:
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 - it stays open
+            with contextlib.suppress(OSError):  # a file system without locks, where delete_gone_logs deletes nothing
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._num_bytes = os.fstat(self._file.fileno()).st_size
         data = b"\n" + line if self._is_torn else line
         written = self._file.write(data)
@@ -189,6 +196,40 @@ class QueuedFile(logging.Handler):
             ):  # nowhere to say so but in the count: a line on the terminal for each would be a second flood
                 self._num_refused += 1
         self._file.close()
+
+
+def delete_gone_logs(home: Path, now: float) -> None:
+    """Delete the logs of replicas and ingresses that are gone: all but the newest MAX_GONE_LOGS, after GONE_AFTER_S.
+
+    A process that lives holds a lock on its file. Audit logs are kept. Safe to call from many processes at once.
+    """
+    logs: dict[Path, list[Path]] = {}
+    for kind in ("replica", "access", "ingress"):
+        for path in home.glob(f"{kind}-*.log*"):
+            logs.setdefault(path.with_name(path.name.rpartition(".log")[0] + ".log"), []).append(path)
+    written = {log: max(_written_at(path) for path in paths) for log, paths in logs.items()}
+    for log in sorted(written, key=written.__getitem__)[:-MAX_GONE_LOGS]:
+        if now - written[log] > GONE_AFTER_S and not _is_held(log):
+            for path in logs[log]:
+                path.unlink(missing_ok=True)
+
+
+def _written_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _is_held(path: Path) -> bool:
+    try:
+        with path.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
 
 
 def num_dropped_lines() -> int:

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from paceline.infra.state import log as log_module
-from paceline.infra.state.log import QueuedFile, configure_logging, num_dropped_lines
+from paceline.infra.state.log import QueuedFile, configure_logging, delete_gone_logs, num_dropped_lines
 from tests.helpers.api_server import serve_engine, wait_until
 from tests.helpers.fakes import tiny_target
 
@@ -55,6 +55,26 @@ def test_a_file_that_hangs_blocks_nobody_and_its_queue_is_bounded(tmp_path):
         got = [json.loads(reader.readline())["message"] for _ in range(50)]
         assert got == [f"line {i}" for i in range(50)]
         handler.close()
+
+
+def test_logs_of_processes_that_are_gone_are_bounded_and_those_of_live_ones_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(log_module, "MAX_GONE_LOGS", 4)
+    live = QueuedFile(tmp_path / "replica-live.log")
+    live.handle(record("line"))
+    live.flush()
+    names = [f"{kind}-r{i}.log" for i in range(5) for kind in ("replica", "access", "ingress")]
+    kept = ["controller.log", "audit-r0.log"]
+    for number, name in enumerate([*kept, "replica-live.log", *names, "replica-r0.log.1"]):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (1000.0 + number, 1000.0 + number))
+    delete_gone_logs(tmp_path, now=1000.0 + log_module.GONE_AFTER_S)
+    assert len(list(tmp_path.iterdir())) == 19, "none is old enough"
+    delete_gone_logs(tmp_path, now=1100.0 + log_module.GONE_AFTER_S)
+    newest = [*names[-3:], "replica-r0.log", "replica-r0.log.1"]  # the latter is the newest of all
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*kept, "replica-live.log", *newest])
+    live.close()
+    delete_gone_logs(tmp_path, now=1100.0 + log_module.GONE_AFTER_S)
+    assert not (tmp_path / "replica-live.log").exists()
 
 
 def test_a_full_disk_is_counted_and_lines_come_again_when_there_is_room(tmp_path):
