@@ -89,9 +89,10 @@ class BucketTraffic(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrafficBin(msgspec.Struct, frozen=True, kw_only=True):
-    """A few seconds of traffic that begin at `ts`: bucket -> group -> sums."""
+    """Some seconds of traffic that begin at `ts`: bucket -> group -> sums."""
 
     ts: float
+    seconds: float
     buckets: dict[str, dict[str, GroupSums]]
 
 

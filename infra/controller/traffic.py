@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import pairwise
 from typing import TypeVar
 
 import msgspec
@@ -16,7 +17,8 @@ S = TypeVar("S", bound=FeedbackSums)
 MAX_BUCKETS = 128
 """Names that the service tells apart over all replicas and their lives, `default` included; a replica has a limit of its
 own."""
-NUM_BINS = 240
+TIERS = ((1, 240), (12, 180), (144, 120))
+"""(SPAN_S a bin, bins): the past 20 minutes by 5 s, what is older by 1 minute for 3 hours and by 12 minutes for a day."""
 RECENT_S = 30.0
 CANARY = "canary"
 """Group of the adaptive requests that a version on trial serves or was switched off for; the others stay 'adaptive'."""
@@ -55,7 +57,7 @@ class TrafficStats(msgspec.Struct, kw_only=True):
     totals: dict[str, dict[str, GroupTotals]] = {}
     """bucket -> group -> sums since the beginning."""
     bins: list[tuple[int, dict[str, dict[str, GroupTotals]]]] = []
-    """(bin number of SPAN_S seconds, bucket -> group -> sums), oldest first."""
+    """(number of the SPAN_S that it begins with, bucket -> group -> sums), oldest first; see TIERS."""
     names: BucketNames = msgspec.field(default_factory=lambda: BucketNames(MAX_BUCKETS))
     """Clients' buckets that are told apart, and whose they are."""
     touched: set[int] = set()
@@ -110,7 +112,6 @@ class TrafficStats(msgspec.Struct, kw_only=True):
             if cell.span != span:
                 span = cell.span
                 in_bin = self._bin(span)
-                self.touched.add(span)
             if tried_version and group == Group.ADAPTIVE:
                 if cell.version == tried_version:
                     group = CANARY
@@ -124,14 +125,37 @@ class TrafficStats(msgspec.Struct, kw_only=True):
             _cell(in_bin, bucket, group).add(sums)
 
     def _bin(self, number: int) -> dict[str, dict[str, GroupTotals]]:
+        """The cells that a span counts in; they are not kept where it is older than all tiers."""
+        newest = max(number, self.bins[-1][0]) if self.bins else number
+        start, _ = _place(number, newest)
         for n, cells in reversed(self.bins):
-            if n == number:
+            if n == start:
+                self.touched.add(n)
                 return cells
-            if n < number:
+            if n < start:
                 break
-        cells = {}
-        self.bins = sorted([*self.bins, (number, cells)], key=lambda b: b[0])[-NUM_BINS:]
+        cells: dict[str, dict[str, GroupTotals]] = {}
+        self.bins = sorted([*self.bins, (start, cells)], key=lambda b: b[0])
+        self.touched.add(start)
+        self._merge_old()
         return cells
+
+    def _merge_old(self) -> None:
+        """Make the bins as wide as those of their age are."""
+        newest, merged = self.bins[-1][0], dict[int, dict[str, dict[str, GroupTotals]]]()
+        for number, cells in self.bins:
+            start, _ = _place(number, newest)
+            if newest - start >= TIERS[-1][0] * TIERS[-1][1]:
+                continue
+            if start not in merged:
+                merged[start] = cells
+            else:
+                for bucket, groups in cells.items():
+                    for group, sums in groups.items():
+                        _cell(merged[start], bucket, group).add(sums)
+            if start != number:
+                self.touched.add(start)
+        self.bins = list(merged.items())
 
     def recent(self, now: float) -> dict[str, dict[str, GroupTotals]]:
         """bucket -> group -> sums of the last RECENT_S."""
@@ -148,16 +172,28 @@ class TrafficStats(msgspec.Struct, kw_only=True):
         """The bins that end after `since`, oldest first. Thread-safe, never blocks."""
         for _ in range(20):
             try:
+                bins = list(self.bins)
+                newest = bins[-1][0] if bins else 0
                 return [
                     TrafficBin(
-                        ts=n * SPAN_S, buckets={b: {g: s.view() for g, s in gs.items()} for b, gs in cells.items()}
+                        ts=n * SPAN_S, seconds=_place(n, newest)[1] * SPAN_S,
+                        buckets={b: {g: s.view() for g, s in gs.items()} for b, gs in cells.items()},
                     )
-                    for n, cells in list(self.bins)
-                    if (n + 1) * SPAN_S > since
-                ]
+                    for n, cells in bins
+                    if (n + _place(n, newest)[1]) * SPAN_S > since
+                ]  # fmt: skip
             except RuntimeError:  # the controller's thread added a bucket to the open bin while it was read
                 continue
         return []
+
+
+def _place(number: int, newest: int) -> tuple[int, int]:
+    """First span and number of spans of the bin that a span is in; a bin is widened when the whole of it is old enough."""
+    for (finer, count), (width, _) in reversed(list(pairwise(TIERS))):
+        start = number // width * width
+        if newest - (start + width - 1) >= finer * count:
+            return start, width
+    return number, 1
 
 
 def _is_free(bucket: str) -> bool:

@@ -1,13 +1,15 @@
 // Traffic: acceptance length and speed per bucket, adaptive, hold-back, plain and the version on trial side by side, regimes and swaps marked.
 
+import { getJson } from "./api.js";
 import { byId, color, el, number, options, show, table, whole } from "./dom.js";
 import { date, draw, mark, plain } from "./plot.js";
 
 const GROUPS = ["adaptive", "static", "plain"];
 const NAMES = { adaptive: "adaptive (its class's version)", static: "hold-back (first drafter)", plain: "plain (no drafter)", canary: "canary (version on trial)" };
 const DASH = { adaptive: "solid", static: "dash", plain: "dot", canary: "dashdot" };
-const BIN_S = 5;
-const POOL = 6;
+const POOL_S = 30;
+const LIVE_S = 1200;
+const HISTORY_S = 60; // what is older changes once a minute
 const MAX_SHOWN = 3;
 
 /** The roll-out while a version is on trial, else null. */
@@ -29,7 +31,22 @@ function pooled(cells, value) {
 export class Traffic {
   constructor(redraw) {
     this.bins = new Map();
+    this.history = [];
+    this.readAt = -Infinity;
+    this.redraw = redraw;
     byId("bucket").addEventListener("change", redraw);
+    byId("range").addEventListener("change", redraw);
+  }
+  /** The bins to show, oldest first, the open one left out; what the stream does not bring is asked for, and drawn when it is there. */
+  shown(now) {
+    const range = Number(byId("range").value);
+    if (range > LIVE_S && now - this.readAt >= HISTORY_S) {
+      this.readAt = now;
+      getJson("history").then((bins) => { this.history = bins; this.redraw(); }, (e) => { this.readAt = -Infinity; console.error("the history could not be read", e); });
+    }
+    const live = [...this.bins.values()].sort((a, b) => a.ts - b.ts);
+    const old = range > LIVE_S ? this.history.filter((bin) => !live.length || bin.ts + bin.seconds <= live[0].ts) : [];
+    return [...old, ...live].filter((bin) => bin.ts >= now - range && bin.ts + bin.seconds <= now);
   }
   /** Take new or changed time bins; the ring is as long as the server's. */
   take(bins) {
@@ -38,15 +55,15 @@ export class Traffic {
     for (const ts of old) this.bins.delete(ts);
     return bins.length > 0;
   }
-  /** Lines of one bucket, pooled over the latest POOL bins at each point; a gap where a group had no rounds. The open bin is left out.
+  /** Lines of one bucket, each point pooled over POOL_S or the bin, if that is longer; a gap where a group had no rounds.
       `trial` is the roll-out while a version is on trial, else null: its line begins with it. */
   lines(bucket, value, now, trial) {
-    const times = [...this.bins.keys()].sort((a, b) => a - b).filter((ts) => ts + BIN_S <= now);
+    const bins = this.shown(now);
     return shownGroups(trial).map((group) => {
-      const isShown = (ts) => group !== "canary" || ts + BIN_S > trial.since;
-      const cells = times.map((ts) => (isShown(ts) ? this.bins.get(ts).buckets[bucket]?.[group] ?? null : null));
-      const y = cells.map((cell, i) => (cell === null ? null : pooled(cells.slice(Math.max(0, i - POOL + 1), i + 1), value)));
-      return { group, x: times.map((ts) => date(ts + BIN_S)), y };
+      const isShown = (bin) => group !== "canary" || bin.ts + bin.seconds > trial.since;
+      const cells = bins.map((bin) => (isShown(bin) ? bin.buckets[bucket]?.[group] ?? null : null));
+      const y = cells.map((cell, i) => (cell === null ? null : pooled(cells.slice(Math.max(0, i - Math.max(POOL_S / bins[i].seconds, 1) + 1), i + 1), value)));
+      return { group, x: bins.map((bin) => date(bin.ts + bin.seconds)), y };
     }).filter((line) => line.y.some((v) => v !== null));
   }
   async draw(parts, now) {
@@ -58,13 +75,14 @@ export class Traffic {
     const marks = { regime: "the traffic changed", decision: "a decision acted", swap: "a version was swapped in" };
     show(byId("legend"), ...shownGroups(trial).map((g) => el("span", { class: `key ${g}` }, NAMES[g])), ...Object.entries(marks).map(([k, text]) => el("span", { class: `key line ${k}` }, text)));
     this.table(rows, trial);
+    this.drafting(rows);
     const place = byId("buckets");
     if (!shown.length) return show(place, el("p", { class: "hint" }, "No traffic has been measured yet: send requests to /v1/completions."));
     if (JSON.stringify(shown) !== place.dataset.shown || !place.querySelector(".pair")) {
       place.dataset.shown = JSON.stringify(shown);
       place.replaceChildren(...shown.map((b) => el("div", {}, el("h3", {}, b), el("div", { class: "pair" }, el("div", { class: "chart", role: "img", "aria-label": `Acceptance length of ${b}` }), el("div", { class: "chart", role: "img", "aria-label": `Speed of ${b}` })))));
     }
-    const first = Math.min(...this.bins.keys());
+    const first = this.shown(now)[0]?.ts ?? now;
     const shapes = [
       ...(parts.regimes?.starts ?? []).filter((ts) => ts > first).map((ts) => mark(ts, "muted", "dash")),
       ...(parts.swaps?.times ?? []).filter((ts) => ts > first).map((ts) => mark(ts, "good", "solid")),
@@ -82,6 +100,14 @@ export class Traffic {
       line: { color: color(l.group), dash: DASH[l.group], width: 2, shape: "linear" }, hovertemplate: `${plain(bucket)}, ${l.group}: %{y:.2f}<extra></extra>`, meta: { bucket, group: l.group },
     }));
     return draw(node, traces, { title, shapes, xaxis: { type: "date", tickformat: "%H:%M" }, yaxis: { rangemode: value === 1 ? "tozero" : "normal" } });
+  }
+  /** Where the engine of this replica drafts, in a sentence. */
+  drafting(rows) {
+    const known = rows.filter((r) => Object.keys(r.speculation ?? {}).length);
+    const off = known.filter((r) => !Object.values(r.speculation).some((on) => on)).map((r) => r.bucket);
+    const names = off.slice(0, MAX_SHOWN).join(", ") + (off.length > MAX_SHOWN ? ` and ${off.length - MAX_SHOWN} more` : "");
+    show(byId("drafting"), !known.length ? "" : !off.length ? `Drafting is on for ${known.length === 1 ? "the one bucket" : `all ${known.length} buckets`} with traffic.`
+      : el("span", { class: "busy" }, `Drafting is off for ${off.length} of ${known.length} buckets: it loses there (${names}).`));
   }
   table(rows, trial) {
     const cell = (group, key, digits) => ({ name: `${group} ${key === "tokens_per_s" ? "tok/s" : "accept."}`, number: true, value: (r) => number(r.recent?.[group]?.[key], digits) });

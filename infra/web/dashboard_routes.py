@@ -134,6 +134,10 @@ class DashboardRoutes:
         self.access.check_read(request)
         return _json(update(await self.feed.run(self.feed.document), {}, 0.0))
 
+    async def history(self, request: Request) -> Response:
+        self.access.check_read(request)
+        return _json(await self.feed.run(self.feed.history))
+
     async def stream(self, request: Request, have: str = "", since: float = 0.0) -> Response:
         self.access.check_read(request)
         if self.feed.num_pages >= self.feed.max_pages:
@@ -184,6 +188,7 @@ def dashboard_router(view: ServiceView, access: Access, feed: DashboardFeed) -> 
         "/static/{name}": routes.static,
         "/api/session": routes.session,
         "/api/state": routes.state,
+        "/api/history": routes.history,
         "/api/events": routes.stream,
         "/api/decisions/{decision_id}": routes.decision,
         "/api/export/{name}": routes.export,

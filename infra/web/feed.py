@@ -1,8 +1,8 @@
 """Dashboard feed: keeps pages current at one read of the controller a second, however many are open.
 
 One document is shared by all pages of a replica; a page is sent the parts whose digest it does not have, and the time
-bins of traffic that are new. The bins are the controller's own ring of the past 20 minutes (it survives restarts), so
-that a fresh page shows the past; a copy here covers the time while the controller is away.
+bins of traffic that are new. The bins are the controller's own of the past 20 minutes (they survive restarts), so that a
+fresh page shows the past; a copy here covers the time while the controller is away. What is older a page asks for.
 
 Pages wait in two threads of their own: a controller that answers slowly never takes the threads that the API works in.
 """
@@ -23,7 +23,7 @@ import msgspec
 from paceline.contracts import SPAN_S
 from paceline.errors import EngineStoppedError
 from paceline.infra.controller.snapshot import GroupSums, Snapshot, TrafficBin
-from paceline.infra.controller.traffic import NUM_BINS
+from paceline.infra.controller.traffic import TIERS
 from paceline.infra.web.sections import sections
 
 FRESH_S = 0.8
@@ -128,10 +128,17 @@ class DashboardFeed:
     def _take_bins(self) -> None:
         newest = max(self._bins, default=0.0)
         found = self._read_traffic(newest - LATE_S if newest else 0.0)
-        for row in found or []:
-            self._bins[row.ts] = {"ts": row.ts, "buckets": _compact(row.buckets)}
-        for old in sorted(self._bins)[:-NUM_BINS]:
+        self._bins.update((row.ts, _as_bin(row)) for row in found or [] if row.seconds == SPAN_S)
+        for old in sorted(self._bins)[: -TIERS[0][1]]:
             del self._bins[old]
+
+    def history(self) -> bytes:
+        """JSON of all time bins that the controller keeps, oldest first, none while it is away; blocks."""
+        return _encoder.encode([_as_bin(row) for row in self._read_traffic(0.0) or []])
+
+
+def _as_bin(row: TrafficBin) -> dict[str, Any]:
+    return {"ts": row.ts, "seconds": row.seconds, "buckets": _compact(row.buckets)}
 
 
 def _compact(buckets: dict[str, dict[str, GroupSums]]) -> dict[str, dict[str, list]]:

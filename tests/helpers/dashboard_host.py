@@ -29,7 +29,14 @@ from paceline.contracts import (
 )
 from paceline.errors import ManifestError, PacelineError, RequestError
 from paceline.infra.controller.host import ControllerHost
-from paceline.infra.controller.snapshot import LatencyState, Quantiles, ReplicaState, Snapshot, TrafficBin
+from paceline.infra.controller.snapshot import (
+    LatencyState,
+    Quantiles,
+    ReplicaState,
+    Snapshot,
+    SpeculationState,
+    TrafficBin,
+)
 from paceline.infra.controller.store import HostConfig
 from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.desired import ensure_first_version, write_report
@@ -128,6 +135,7 @@ class Scene:
     seq: int = 0
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     is_away: bool = False
+    speculation: list[SpeculationState] = field(default_factory=list)
     num_failed: int = 0
     """Of the past minute."""
 
@@ -193,7 +201,7 @@ class Scene:
     # ---- what the routes ask ------------------------------------------------------------------------------------
     def state(self) -> Snapshot:
         engine = {"num_running": 2, "num_waiting": 0, "num_pages": 64, "num_free_pages": 40, "num_tokens": 9, "num_finished": 1, "num_aborted": 0}  # fmt: skip
-        replica = ReplicaState(replica_id="r1", engine=engine)
+        replica = ReplicaState(replica_id="r1", engine=engine, speculation=self.speculation)
         if self.is_away:
             return Snapshot(gen=1, version=FIRST, first_version=FIRST, model="tiny", target="tiny", replica=replica)
         latency = LatencyState(

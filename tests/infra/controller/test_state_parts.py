@@ -10,7 +10,7 @@ import pytest
 from paceline.config import PolicyConfig
 from paceline.contracts import SPAN_S, encode
 from paceline.infra.controller.store import HostState
-from paceline.infra.controller.traffic import NUM_BINS
+from paceline.infra.controller.traffic import TIERS
 from paceline.infra.replica.feedback import make_batch
 from paceline.machine import ManualClock
 from tests.helpers.feedback import round_rows
@@ -70,9 +70,10 @@ def test_redis_holds_the_whole_state_after_every_commit(served):
 
 
 def test_bins_that_are_over_are_written_once_and_forgotten_in_time(served, client, keys):
-    for _ in range(NUM_BINS + 10):
+    num_steps = TIERS[0][1] + 3 * TIERS[1][0]
+    for _ in range(num_steps):
         served.step(seconds=SPAN_S)
-    assert len(served.state.traffic.bins) == NUM_BINS
+    assert len(served.state.traffic.bins) < num_steps - TIERS[1][0]
     served.check()
     numbers = {int(name[4:]) for name in client.hkeys(keys.state) if name.startswith(b"bin:")}
     assert numbers == {n for n, _ in served.state.traffic.bins}

@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 
+from paceline.infra.controller.snapshot import SpeculationState
+from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.redis_clients import Keys
 from paceline.infra.web.access import Access
 from paceline.infra.web.dashboard_routes import dashboard_router
@@ -22,6 +25,7 @@ from paceline.serving.wire.credentials import Tokens
 from tests.helpers.api_server import TOKENIZER, ScriptedEngine, below, serve_app
 from tests.helpers.browser_page import Watch, open_browser, watched_page
 from tests.helpers.dashboard_host import FIRST, HOSTILE, Scene, make_scene
+from tests.helpers.scripted import row
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow, pytest.mark.timeout(900)]
 CHARTS = ("timeline", "expected", "ledger", "ledger-by", "lineage", "posterior", "swaps")
@@ -138,6 +142,45 @@ def test_how_long_clients_waited_stands_beside_the_speed(place: Place) -> None:
         scene.num_failed = 3
         watch.wait("document.querySelector('#latency .bad')?.textContent === '3 failed'")
         scene.num_failed = 0
+        watch.check_clean(place.url)
+
+
+def test_a_longer_past_is_shown_when_it_is_asked_for(place: Place) -> None:
+    stats, now = place.scene.host.session.state.traffic, place.scene.clock.now()
+    old = now - 7200.0
+    stats.observe(
+        make_batch(
+            [row(i, ts=old) for i in range(4)], replica_id="old", boot_epoch=1, seq=1, target_version="t", num_dropped=0
+        )
+    )
+    with watched_page(place.browser) as watch:
+        load(watch, place.url)
+        watch.page.select_option("#bucket", "math")
+        oldest = "Math.min(...document.querySelector('#buckets .chart').data.flatMap((t) => t.x.map(Number))) / 1000"
+        watch.wait(f"{oldest} > {now - 1300.0}")
+        watch.page.select_option("#range", "10800")
+        watch.wait(f"Math.abs({oldest} - {old}) <= 60")
+        watch.page.select_option("#range", "1200")
+        watch.wait(f"{oldest} > {now - 1300.0}")
+        watch.check_clean(place.url)
+
+
+def test_where_drafting_is_off_is_said_beside_the_speed(place: Place) -> None:
+    with watched_page(place.browser) as watch:
+        load(watch, place.url)
+        assert watch.page.locator("#drafting").text_content() == "", "nothing is known"
+        told = [
+            ("code", "adaptive", True),
+            ("code", "static", False),
+            ("math", "adaptive", False),
+            (HOSTILE, "adaptive", True),
+        ]
+        place.scene.speculation = [SpeculationState(bucket=b, role=r, mode="greedy", is_on=on) for b, r, on in told]
+        said = "document.querySelector('#drafting').textContent"
+        watch.wait(f"{said} === 'Drafting is off for 1 of 3 buckets: it loses there (math).'")
+        place.scene.speculation = [msgspec.structs.replace(s, is_on=True) for s in place.scene.speculation]
+        watch.wait(f"{said} === 'Drafting is on for all 3 buckets with traffic.'")
+        place.scene.speculation = []
         watch.check_clean(place.url)
 
 

@@ -37,6 +37,7 @@ ADMIN = {"authorization": "Bearer adm"}
 DATA = (
     "/api/session",
     "/api/state",
+    "/api/history",
     "/api/events",
     "/api/decisions/1",
     "/api/export/dashboard.json",

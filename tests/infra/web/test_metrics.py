@@ -8,6 +8,7 @@ import re
 import threading
 import time
 
+import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -19,7 +20,7 @@ from paceline.contracts import Histogram, HttpMeters, ReplicaReport, is_canary
 from paceline.errors import ConfigError
 from paceline.infra.controller.session import bucket_traffic
 from paceline.infra.controller.snapshot import CanaryRollout, ControllerErrors, FeedbackCounts, LedgerSums, Snapshot
-from paceline.infra.controller.traffic import MAX_BUCKETS, TrafficStats
+from paceline.infra.controller.traffic import MAX_BUCKETS, TIERS, TrafficStats
 from paceline.infra.replica.exchange import ReplicaNumbers
 from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.log import configure_logging
@@ -268,6 +269,41 @@ def test_traffic_is_summed_per_bucket_and_group_and_recent_is_recent():
     assert view["code"].recent["adaptive"].tokens_per_s == pytest.approx(300.0)
     assert [b.ts for b in stats.series()] == [100.0, 200.0]
     assert num_rows_of(stats) == 5
+
+
+def test_a_day_of_traffic_is_kept_in_bins_that_widen_with_age_and_lose_nothing():
+    stats, count, rng = TrafficStats(), 0, np.random.default_rng(3)
+    for span in range(20_000):
+        if rng.random() < 0.3:  # gaps, and rows that come late
+            late = int(rng.integers(0, 5)) if rng.random() < 0.9 else int(rng.integers(0, 4000))
+            stats.observe(
+                make_batch(
+                    [row(0, ts=5.0 * max(span - late, 0))],
+                    replica_id="a",
+                    boot_epoch=1,
+                    seq=1,
+                    target_version="t",
+                    num_dropped=0,
+                )
+            )
+            count += 1
+        if span == 3000:
+            assert sum(b.buckets["math"]["adaptive"].rounds for b in stats.series()) == count, "nothing is too old yet"
+    bins = stats.series()
+    ends = [b.ts + b.seconds for b in bins]
+    assert all(end <= b.ts for end, b in zip(ends, bins[1:], strict=False)), "in order, none in another"
+    assert len(bins) <= sum(n for _, n in TIERS) + 24
+    newest = bins[-1].ts
+    for b in bins:
+        age = newest - b.ts
+        assert (
+            b.seconds == (5.0 if age < 1200 else 60.0 if age < 10_800 else 720.0)
+            or min(abs(age - 1200), abs(age - 10_800)) < 720
+        )
+    assert newest - 86_400 <= bins[0].ts <= newest - 86_400 + 2 * 720
+    assert [b for b in stats.series(newest - 600) if b.ts + b.seconds <= newest - 600] == []
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(stats), type=TrafficStats)
+    assert again.series() == bins
 
 
 def test_adaptive_rows_of_the_version_on_trial_are_a_group_of_their_own():
