@@ -166,7 +166,13 @@ def run_restore(options: RestoreOptions, console: Console) -> Manifest:
     try:
         manifest = _unpack(options.backup, part)
         home = service_home(data_dir, manifest.model_name)
-        server = EmbeddedRedis(data_dir).start() if not options.redis_url and (data_dir / "redis").is_dir() else None
+        is_embedded = not options.redis_url and (data_dir / "redis").is_dir()
+        if home.exists() and not options.redis_url and not is_embedded:
+            raise PacelineError(
+                f"redis-url must name the Redis of service {manifest.model_name!r}: it has run in {home} without an embedded "
+                "one, and what its Redis holds would count more than the backup; move that folder away if there is none any more"
+            )
+        server = EmbeddedRedis(data_dir).start() if is_embedded else None
         try:
             url = options.redis_url or (server.url if server is not None else None)
             held = _held_keys(url, Keys(manifest.model_name)) if url else []
@@ -192,6 +198,12 @@ def run_restore(options: RestoreOptions, console: Console) -> Manifest:
         f"service {manifest.model_name!r}: {len(manifest.files)} files restored to {home}; start it with this data folder",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
+    if not options.redis_url:
+        console.print(
+            "[yellow]no --redis-url was given:[/yellow] with a Redis of its own the service would go on from what that one holds, "
+            "not from the backup; name it, with --replace, before the start",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
     return manifest
 
 

@@ -161,6 +161,18 @@ def test_a_running_service_with_a_redis_of_its_own_is_not_restored_over(service,
     client.delete(keys.base + "2")
 
 
+def test_a_redis_that_is_not_named_is_not_passed_over_in_silence(service, shared_redis, keys, tmp_path):
+    out, data_dir = save(service, keys, tmp_path), service[0]
+    shutil.rmtree(data_dir / "redis")  # as it is where the Redis is another computer's
+    home = service_home(data_dir, keys.model)
+    before = sorted(home.rglob("*"))
+    assert "redis-url must name the Redis" in run("restore", out, "--data-dir", data_dir, "--replace", code=1)
+    assert sorted(home.rglob("*")) == before
+    named = run("restore", out, "--data-dir", data_dir, "--replace", "--redis-url", shared_redis.url)
+    assert "no --redis-url was given" not in named
+    assert "no --redis-url was given" in run("restore", out, "--data-dir", tmp_path / "there"), "nobody can know there"
+
+
 def test_no_state_is_no_backup(tmp_path):
     (tmp_path / "services" / "paceline").mkdir(parents=True)
     assert "must hold the state" in run("backup", "--data-dir", tmp_path, "--out", tmp_path / "x.tar", code=1)
