@@ -77,7 +77,7 @@ def _recent(field: str) -> Callable[[Snapshot], Value]:
 
 _TABLE: tuple[tuple[MetricSpec, Callable[[Snapshot], Value]], ...] = (
     (controller_spec("controller_redis_up", "gauge", "1", "1 while the controller reaches Redis"), lambda s: s.redis_up),
-    (controller_spec("controller_redis_full", "gauge", "1", "1 while Redis has no memory, or no disk for its own files, for what the controller has to store"), lambda s: s.is_redis_full),
+    (controller_spec("controller_redis_full", "gauge", "1", "1 while Redis has no memory or disk for what the controller has to store"), lambda s: s.is_redis_full),
     (controller_spec("controller_read_only", "gauge", "1", "1 while the stored state cannot be used: nothing is decided or written"), lambda s: bool(s.read_only)),
     (controller_spec("controller_folder_failed", "gauge", "1", "1 while the controller cannot write the data folder"), lambda s: bool(s.folder_error) and not s.folder_hung_s),
     (controller_spec("controller_folder_hung_seconds", "gauge", "s", "For how long the data folder has not answered the controller; 0 = it answers"), lambda s: s.folder_hung_s),
@@ -85,7 +85,7 @@ _TABLE: tuple[tuple[MetricSpec, Callable[[Snapshot], Value]], ...] = (
     (controller_spec("controller_fenced", "gauge", "1", "1 when a newer controller took over from this one"), lambda s: s.is_fenced),
     (controller_spec("controller_epoch", "gauge", "1", "Starts of controllers of this service"), lambda s: s.epoch),
     (controller_spec("controller_errors", "counter", "1", "Passes or policy calls that failed"), lambda s: s.errors.count),
-    (controller_spec("controller_snapshot_age_seconds", "gauge", "s", "Age of the controller's values on this page; it grows while the controller hangs"), lambda s: s.age_s),
+    (controller_spec("controller_snapshot_age_seconds", "gauge", "s", "Age of the controller's values on this page"), lambda s: s.age_s),
     (controller_spec("controller_paused", "gauge", "1", "1 while an operator has paused decisions"), lambda s: s.is_paused),
     (controller_spec("controller_pinned", "gauge", "1", "1 while an operator has pinned a version"), lambda s: None if s.bandit is None else s.bandit.pinned is not None),
     (controller_spec("desired_generation", "gauge", "1", "Generation of the desired state"), lambda s: s.gen),
@@ -185,7 +185,7 @@ ENGINE_METRICS: _Counters = (
     ("num_cached_pages", replica_spec("prefix_cache_pages", "gauge", "pages", "KV pages in the prefix cache, those in use included")),
     ("num_prefix_lookups", replica_spec("prefix_cache_lookups", "counter", "1", "Admissions that looked into the prefix cache")),
     ("num_prefix_hits", replica_spec("prefix_cache_hits", "counter", "1", "Admissions that found cached rows")),
-    ("num_prefix_hit_tokens", replica_spec("prefix_cache_hit_tokens", "counter", "tokens", "Tokens whose KV rows were found instead of computed, after a preemption too")),
+    ("num_prefix_hit_tokens", replica_spec("prefix_cache_hit_tokens", "counter", "tokens", "Tokens whose KV rows were found instead of computed")),
     ("num_prefix_evictions", replica_spec("prefix_cache_evictions", "counter", "pages", "Cached pages given up because pages were needed")),
 )  # fmt: skip
 FEEDBACK_METRICS: _Counters = (
@@ -215,11 +215,11 @@ OWN_METRICS: _Counters = (
 TRAINING = replica_spec("training", "gauge", "1", "1 while a training job runs for this service")
 SWAP_PAUSE = replica_spec("swap_pause_ms", "gauge", "ms", "Engine-thread pause of the latest swap")
 SPECULATION = replica_spec(
-    "speculation_on", "gauge", "1", "1 while the tree policy drafts for this bucket, 0 while it decodes plainly because drafting does not pay",
+    "speculation_on", "gauge", "1", "1 while this bucket is drafted for, 0 while it is not because it does not pay",
     "bucket", "role", "mode",
 )  # fmt: skip
 FORWARD = replica_spec(
-    "target_forward", "gauge", "1", "What computes the target's forwards: native-ISA (compiled), kernels (Triton), fused, modules-reordered or modules (torch)",
+    "target_forward", "gauge", "1", "What computes the target: native-ISA (compiled), kernels (Triton), fused, modules-reordered or modules (torch)",
     "forward",
 )  # fmt: skip
 QUEUE_TIME = replica_spec(
@@ -232,7 +232,7 @@ PER_TOKEN = replica_spec(
     "inter_token_seconds",
     "histogram",
     "s",
-    "From one chunk of a choice to the next over the tokens of the latter, counted once a token",
+    "From one chunk of a choice to the next, by the tokens of the latter",
     "stream",
 )
 WHOLE = replica_spec(

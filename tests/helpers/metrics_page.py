@@ -8,10 +8,9 @@ from paceline.infra.web.metrics import CONTROLLER_METRICS, PROCESS_LABELS, REPLI
 PAGE = Path(__file__).resolve().parent.parent.parent / "docs" / "metrics.md"
 HEAD = """# Metrics
 
-`GET /metrics`, Labels never hold request ids, users or drafter
-versions: a series of each would grow without end. Versions, decisions and
-ledger are in `GET /paceline/state`. A Grafana dashboard and alert rules for these metrics are
-in `infra/kubernetes/grafana/`; the service's own page is [the dashboard](operate.md#the-dashboard).
+`GET /metrics`. Labels never hold requests, users or versions, of which there is no end; versions, decisions and ledger are
+in `GET /paceline/state`. A Grafana dashboard and alert rules are in `infra/kubernetes/grafana/`; the service's own page is
+[the dashboard](operate.md#the-dashboard).
 
 ## Who may scrape
 
@@ -25,7 +24,7 @@ in `infra/kubernetes/grafana/`; the service's own page is [the dashboard](operat
 ```
 scrape_configs:
   - job_name: paceline
-    authorization: {credentials_file: /etc/prometheus/paceline_token}   # the API token; not needed with metrics_public
+    authorization: {credentials_file: /etc/prometheus/paceline_token}
     static_configs: [{targets: ["paceline.internal:8000"]}]
 ```
 """
@@ -35,8 +34,8 @@ REPLICA = """
 One scrape shows all replicas, whichever of them a proxy sends it to: each writes its numbers to the service's Redis every
 two seconds, and before it answers a scrape. All have the labels `model` (the name that is served) and `replica`; a
 replica that is gone leaves within 15 s. Without Redis, or while it is away, an answer has the replica that was asked alone.
-Scrape the service's one address, not every replica as well. Feedback and trace metrics exist where there is a Redis
-and a trainable drafter, the swap pause from the first swap on. `stream` is `true` or `false`; histograms have the
+Scrape the service's one address. Feedback and trace metrics exist where there is a Redis and a trainable drafter.
+`stream` is `true` or `false`; histograms have the
 cells 1, 2, 3, 5 of each decade from 0.1 ms to 1,000 s. What Serve's own proxy refuses is in Ray's metrics
 (`ray_serve_num_http_error_requests_total`), not here.
 """
