@@ -80,7 +80,7 @@ _TABLE: tuple[tuple[MetricSpec, Callable[[Snapshot], Value]], ...] = (
     (controller_spec("controller_redis_full", "gauge", "1", "1 while Redis has no memory or disk for what the controller has to store"), lambda s: s.is_redis_full),
     (controller_spec("controller_read_only", "gauge", "1", "1 while the stored state cannot be used: nothing is decided or written"), lambda s: bool(s.read_only)),
     (controller_spec("controller_folder_failed", "gauge", "1", "1 while the controller cannot write the data folder"), lambda s: bool(s.folder_error) and not s.folder_hung_s),
-    (controller_spec("controller_folder_hung_seconds", "gauge", "s", "For how long the data folder has not answered the controller; 0 = it answers"), lambda s: s.folder_hung_s),
+    (controller_spec("controller_folder_hung_seconds", "gauge", "s", "For how long the data folder has not answered the controller"), lambda s: s.folder_hung_s),
     (controller_spec("controller_folder_hangs", "counter", "1", "Calls of the data folder that it did not answer within 5 s"), lambda s: s.folder_hangs),
     (controller_spec("controller_fenced", "gauge", "1", "1 when a newer controller took over from this one"), lambda s: s.is_fenced),
     (controller_spec("controller_epoch", "gauge", "1", "Starts of controllers of this service"), lambda s: s.epoch),
@@ -239,7 +239,7 @@ WHOLE = replica_spec(
     "request_seconds",
     "histogram",
     "s",
-    "From the arrival of a request to the end of its answer; complete answers only",
+    "From the arrival of a request to the end of its answer",
     "stream",
 )
 RESPONSES = replica_spec(
