@@ -55,7 +55,9 @@ class Api:
         """Continue texts or token ids."""
         arrived_s = self._arrive(request)
         body: CompletionBody = parse_body(await read_body(request), CompletionBody)
-        return await self._answer(request, body, await self.prompts.encode_each(body.prompts), arrived_s)
+        return await self._answer(
+            request, body, await self.prompts.encode_each(body.prompts, special=body.add_special_tokens), arrived_s
+        )
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
@@ -78,7 +80,7 @@ class Api:
             body, form_of(body), self.prompts.tool_style, self.tokens.special_texts,
             is_parallel=body.parallel_tool_calls is not False,
         )  # fmt: skip
-        token_ids = await self.prompts.encode(await self.prompts.render(body), special=False)
+        token_ids = await self.prompts.encode_chat(body)
         return await self._answer(request, body, [token_ids], arrived_s, plan, asked)
 
     def _arrive(self, request: Request) -> float:
@@ -139,7 +141,7 @@ class Api:
         self, body: GenerateBody, requests: list[GenerationRequest], answer_id: str, model_name: str,
         plan: CallPlan | None,
     ) -> Answer:  # fmt: skip
-        is_chat, skip, stop = isinstance(body, ChatBody), body.skip_special_tokens, requests[0].params.stop
+        is_chat, skip, params = isinstance(body, ChatBody), body.skip_special_tokens, requests[0].params
         style = ChoiceStyle(
             is_chat=is_chat,
             num_top=body.num_logprobs(),
@@ -155,7 +157,10 @@ class Api:
             prompt = request.prompt_token_ids
             if isinstance(body, CompletionBody) and body.echo and i % body.num_choices == 0:
                 echo = await with_tokens(partial(make_echo, self.tokens, prompt, skip_special=skip), prompt)
-            stream = TextStream(self.tokens, prompt_token_ids=prompt, stop=stop, skip_special=skip, kept_ids=kept_ids)
+            stream = TextStream(
+                self.tokens, prompt_token_ids=prompt, stop=params.stop, min_tokens=params.min_tokens, skip_special=skip,
+                kept_ids=kept_ids,
+            )  # fmt: skip
             parser = None if plan is None else CallParser(plan.form, plan.names, is_parallel=plan.is_parallel)
             choices.append(Choice(i, self.tokens, stream, style, prompt_token_ids=prompt, echo=echo, parser=parser))
         options = body.stream_options

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -24,6 +25,8 @@ T = TypeVar("T")
 _LONG_CHARS = 16_384  # worked on in a thread, so that the event loop stays free
 _LONG_TOKENS = 4_096
 _MANY_WORDS = 64  # a call of the tokenizer for each of the two ways to write one
+_BREAK = "\ufdd0"
+"""Inside what would be a special token in a client's text: a character that Unicode keeps for use inside of programs."""
 
 
 class Prompts:
@@ -35,18 +38,51 @@ class Prompts:
         own = inspect.signature(apply).parameters if apply is not None else ()
         self._reserved = frozenset(own) | {"messages", "conversation", "tools", "documents"}
         self.tool_style = style_of(getattr(tokenizer, "chat_template", None))
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        texts = {*getattr(tokenizer, "all_special_tokens", ()), *(str(t.content) for t in added if t.special)}
+        texts = {text for text in texts if len(text) > 1}  # one character cannot be broken
+        starts = "|".join(map(re.escape, sorted(texts)))
+        self._special_start = re.compile(f"(?={starts}).", re.DOTALL) if texts else None
 
-    async def encode(self, text: str, *, special: bool) -> list[int]:
-        """Token ids of a text; special: with the tokens that the tokenizer puts around a text."""
-        return await in_thread(
-            lambda: self.tokenizer.encode(text, add_special_tokens=special), is_long=len(text) > _LONG_CHARS
-        )
+    async def encode_chat(self, body: Conversation) -> list[int]:
+        """Token ids of a conversation: its special tokens are the template's own, for what the client has written is text.
 
-    async def encode_each(self, prompts: Sequence[str | list[int]]) -> list[list[int]]:
-        """Token ids of the prompts of one body, with the tokens that the tokenizer puts around a text."""
+        Raises: like `render`.
+        """
+        text = await self.render(body)
+
+        def encode() -> list[int]:
+            first, *rest = text.split(_BREAK)
+            token_ids = self.tokenizer.encode(first, add_special_tokens=body.add_special_tokens)
+            for part in rest:
+                token_ids += self._encode_further(part)
+            return token_ids
+
+        return await in_thread(encode, is_long=len(text) > _LONG_CHARS)
+
+    def _encode_further(self, text: str) -> list[int]:
+        """Token ids of what follows another text: behind a line break, since some tokenizers begin a text with a space."""
+        before = self.tokenizer.encode("\n", add_special_tokens=False)
+        token_ids = self.tokenizer.encode("\n" + text, add_special_tokens=False)
+        if token_ids[: len(before)] == before:
+            return token_ids[len(before) :]
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _as_text(self, value: Any) -> Any:
+        """A value of JSON from a client with every special token in it broken."""
+        if isinstance(value, str):
+            return value if self._special_start is None else self._special_start.sub(rf"\g<0>{_BREAK}", value)
+        if isinstance(value, dict):
+            return {self._as_text(k): self._as_text(v) for k, v in value.items()}
+        return [self._as_text(v) for v in value] if isinstance(value, list) else value
+
+    async def encode_each(self, prompts: Sequence[str | list[int]], *, special: bool = True) -> list[list[int]]:
+        """Token ids of the prompts of one body; special: with the tokens that the tokenizer puts around a text."""
         num_chars = sum(len(p) for p in prompts if isinstance(p, str))
         return await in_thread(
-            lambda: [self.tokenizer.encode(p, add_special_tokens=True) if isinstance(p, str) else p for p in prompts],
+            lambda: [
+                self.tokenizer.encode(p, add_special_tokens=special) if isinstance(p, str) else p for p in prompts
+            ],
             is_long=num_chars > _LONG_CHARS,
         )
 
@@ -55,7 +91,7 @@ class Prompts:
         return await in_thread(lambda: spellings(self.tokenizer, words), is_long=len(words) > _MANY_WORDS)
 
     async def render(self, body: Conversation) -> str:
-        """The conversation as the chat template writes it.
+        """The conversation as the chat template writes it, with a _BREAK in what would be a client's special tokens.
 
         Raises: FieldError when there is no template, it refuses the messages, or a variable has a reserved name.
         """
@@ -69,13 +105,13 @@ class Prompts:
         tools = body.callable_tools if self.tool_style.writes_tools else []
 
         def apply() -> str:
-            shown = {"tools": [tool.for_template() for tool in tools]} if tools else {}
+            shown = {"tools": [self._as_text(tool.for_template()) for tool in tools]} if tools else {}
             text = self.tokenizer.apply_chat_template(
-                template_messages(body, self.tool_style),
+                template_messages(body, self.tool_style, self._as_text),
                 tokenize=False,
                 add_generation_prompt=body.opens_turn,
                 continue_final_message=body.continue_final_message,
-                **extra,
+                **self._as_text(extra),
                 **shown,
             )
             text.encode()  # raises for half of a surrogate pair, which the JSON of a call's arguments may hold
@@ -111,7 +147,6 @@ class TokenizePrompt(RequestBody):
 class TokenizeChat(Conversation, RequestBody):
     """POST /tokenize with a conversation; the chat template writes its own special tokens."""
 
-    add_special_tokens: bool = False
     return_token_strs: bool = False
 
 
@@ -133,8 +168,10 @@ class TokenRoutes:
         values = parse_json(await read_body(request))
         body = parse_values(values, TokenizeChat if "messages" in values else TokenizePrompt)
         check_model(body.model, info)
-        text = body.prompt if isinstance(body, TokenizePrompt) else await self._prompts.render(body)
-        token_ids = await self._prompts.encode(text, special=body.add_special_tokens)
+        if isinstance(body, TokenizePrompt):
+            (token_ids,) = await self._prompts.encode_each([body.prompt], special=body.add_special_tokens)
+        else:
+            token_ids = await self._prompts.encode_chat(body)
         strings = None
         if body.return_token_strs:
             strings = await with_tokens(lambda: [self._tokens.token_text(t) for t in token_ids], token_ids)

@@ -265,7 +265,10 @@ class Engine:
             )  # fmt: skip
         checker = None
         if params.stop:
-            checker = StopStringChecker(self._token_text, params.stop, prompt, skip_special=params.skip_special_tokens)
+            checker = StopStringChecker(
+                self._token_text, params.stop, prompt, skip_special=params.skip_special_tokens,
+                min_tokens=params.min_tokens,
+            )  # fmt: skip
         return RunningRequest(
             request=request,
             on_event=on_event,
@@ -455,9 +458,7 @@ class Engine:
     def _take(self, arrived: list[RunningRequest], aborts: set[str], calls: list[Call]) -> list[Call]:
         for request in arrived:
             asked = request.request
-            request.bucket = self._buckets.resolve(
-                asked.bucket, asked.tenant, self.slots.routed(), is_own=asked.is_own
-            )
+            request.bucket = self._buckets.resolve(asked.bucket, asked.tenant, self.slots.routed(), is_own=asked.is_own)
             request.awaits_class = self.classes is not None and asked.bucket is None and not asked.is_own
             self.output.by_id[request.request_id] = request
             self.scheduler.add(request)

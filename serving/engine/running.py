@@ -195,7 +195,10 @@ class StopStringChecker:
         prompt_token_ids: Sequence[int] = (),
         *,
         skip_special: bool = True,
+        min_tokens: int = 0,
     ) -> None:
+        """min_tokens: a match counts that a token behind so many completes."""
+        self._num_early = min_tokens
         self._stream = TextStream(tokens, prompt_token_ids=prompt_token_ids, skip_special=skip_special)
         self._stop = tuple(stop)
         self._keep = max(len(s) for s in stop) - 1
@@ -210,10 +213,11 @@ class StopStringChecker:
             piece = self._stream.push((token_id,))
             if not piece:
                 continue
-            text = self._tail + piece
-            found = [(at, s) for s in self._stop if (at := text.find(s)) >= 0]
-            if found:
-                return i + 1, min(found)[1]
+            text, num_old = self._tail + piece, len(self._tail)
+            if len(self._stream.starts) > self._num_early:
+                found = [(at, s) for s in self._stop if (at := text.find(s, max(num_old + 1 - len(s), 0))) >= 0]
+                if found:
+                    return i + 1, min(found)[1]
             self._tail = text[-self._keep :] if self._keep else ""
         return None
 

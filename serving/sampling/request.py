@@ -64,7 +64,8 @@ class SamplingParams:
     grammar: GrammarSpec | None = None
     """Only tokens that keep the answer within this grammar are drawn."""
     min_tokens: int = 0
-    """Output tokens before which no token that ends the answer is drawn."""
+    """Output tokens before which nothing ends the answer: no end token is drawn, and a stop string counts that a later
+    token completes."""
     allowed_token_ids: tuple[int, ...] = ()
     """Only these tokens are drawn; () = all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
@@ -117,11 +118,6 @@ class SamplingParams:
                 self.grammar is None or not (self.min_tokens or self.allowed_token_ids),
                 "min_tokens and allowed_token_ids must be absent where the answer has a form, which says itself what may come",
                 "",
-            ),
-            (
-                not (self.min_tokens and self.stop),
-                "min_tokens must be 0 together with stop, whose strings end a text, not a number of tokens",
-                self.min_tokens,
             ),
         )
         for ok, rule, value in checks:

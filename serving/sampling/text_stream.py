@@ -87,10 +87,16 @@ class TextStream:
         *,
         prompt_token_ids: Sequence[int] = (),
         stop: Sequence[str] = (),
+        min_tokens: int = 0,
         skip_special: bool = True,
         kept_ids: Collection[int] = (),
     ) -> None:
-        """kept_ids: special tokens that are text all the same; byte-level tokenizers only."""
+        """No text is sent yet.
+
+        Args:
+            min_tokens: a stop string counts that a token behind so many completes.
+            kept_ids: special tokens that are text all the same; byte-level tokenizers only.
+        """
         self._tokens = tokens
         self._hidden_ids = tokens.special_ids.difference(kept_ids) if skip_special else frozenset[int]()
         self._stop = tuple(stop)
@@ -109,6 +115,9 @@ class TextStream:
         self.starts: list[int] = []
         """For each token pushed, the number of characters before it; a character's bytes all begin where it does."""
         self._num_decoded = 0
+        self._min_tokens = min_tokens
+        self._num_early = 0
+        """Characters of the first min_tokens tokens."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take new tokens and return the text that is complete and cannot be part of a stop string."""
@@ -117,6 +126,8 @@ class TextStream:
             piece, num_earlier = self._decode_one(int(token_id))
             self.starts.append(self._num_decoded + num_earlier)
             self._num_decoded += len(piece)
+            if len(self.starts) <= self._min_tokens:
+                self._num_early = self._num_decoded
             fresh += piece
         return self._send(fresh)
 
@@ -155,7 +166,9 @@ class TextStream:
         return out
 
     def _find_stop(self, text: str) -> int | None:
-        found = [at for at in (text.find(s) for s in self._stop) if at >= 0]
+        """Where the first stop string begins in the newest `text`, of those that end behind the early characters."""
+        num_early = self._num_early - (self._num_decoded - len(text))
+        found = [at for at in (text.find(s, max(num_early + 1 - len(s), 0)) for s in self._stop) if at >= 0]
         return min(found) if found else None
 
     def _num_held(self, text: str) -> int:

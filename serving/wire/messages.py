@@ -15,7 +15,7 @@ MAX_PARTS = 1024
 MAX_TOOLS = 128
 """OpenAI's limit."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "refusal": (None,), "audio": (None,), "function_call": (None,), "annotations": (None, []), "images": (None, []),
+    "audio": (None,), "function_call": (None,), "annotations": (None, []), "images": (None, []),
 }  # fmt: skip
 """Fields of an answer's message that clients send back as they got them -> what they hold when they say nothing."""
 
@@ -24,9 +24,15 @@ def _without(values: Any, *names: str) -> Any:
     return {k: v for k, v in values.items() if k not in names} if isinstance(values, dict) else values
 
 
+CacheControl = Annotated[
+    dict[str, Any] | None, Field(description="Changes nothing: the prefix cache is found by the prompt's tokens alone.")
+]
+
+
 class TextPart(StrictModel):
     type: Literal["text"]
     text: str
+    cache_control: CacheControl = None
 
 
 class ToolFunction(StrictModel):
@@ -67,8 +73,13 @@ class Message(StrictModel):
     content: str | list[TextPart] | None = None
     name: str | None = None
     """Who speaks, among several of a role; the template writes it or does not."""
+    refusal: str | None = None
+    """What the assistant said in place of an answer; it is the content where there is none."""
     reasoning_content: str | None = None
     """What the assistant thought before its answer; for templates that write it."""
+    reasoning: str | None = None
+    """Another name of reasoning_content."""
+    cache_control: CacheControl = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
 
@@ -109,8 +120,10 @@ class Message(StrictModel):
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:
-        if self.content is None and not self.tool_calls:
+        if self.content is None and self.role != "assistant":
             raise ValueError("content must be text or a list of text parts")
+        if self.refusal is not None and self.role != "assistant":
+            raise ValueError("refusal belongs to a message of the role 'assistant'")
         if self.tool_calls and self.role != "assistant":
             raise ValueError("tool_calls belong to a message of the role 'assistant'")
         if self.tool_call_id is not None and self.role != "tool":
@@ -118,14 +131,16 @@ class Message(StrictModel):
         return self
 
     def text(self) -> str:
-        """The content with its parts joined; '' when there is none."""
-        return self.content if isinstance(self.content, str) else "".join(p.text for p in self.content or ())
+        """The content with its parts joined, else the refusal; '' when there is none."""
+        content = self.content if isinstance(self.content, str) else "".join(p.text for p in self.content or ())
+        return content or self.refusal or ""
 
     def for_template(self, *, wants_objects: bool = True) -> dict[str, Any]:
         """The message as chat templates expect it; 'developer' is another word for 'system'."""
         out: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.text()}
-        for name in ("name", "reasoning_content", "tool_call_id"):
-            if (value := getattr(self, name)) is not None:
+        thought = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        for name, value in (("name", self.name), ("reasoning_content", thought), ("tool_call_id", self.tool_call_id)):
+            if value is not None:
                 out[name] = value
         if self.tool_calls:
             out["tool_calls"] = [c.for_template(wants_objects=wants_objects) for c in self.tool_calls]
@@ -141,6 +156,7 @@ class FunctionSpec(StrictModel):
     """JSON schema of the arguments, an object; None = no arguments are described."""
     strict: bool | None = None
     """Changes nothing: a call that `tool_choice` asks for always keeps to the schema, others are the model's own."""
+    cache_control: CacheControl = None
 
     @field_validator("parameters")
     @classmethod
@@ -153,10 +169,11 @@ class FunctionSpec(StrictModel):
 class Tool(StrictModel):
     type: Literal["function"]
     function: FunctionSpec
+    cache_control: CacheControl = None
 
     def for_template(self) -> dict[str, Any]:
         """The tool as chat templates expect it."""
-        function = self.function.model_dump(exclude_none=True, exclude={"strict"})
+        function = self.function.model_dump(exclude_none=True, exclude={"strict", "cache_control"})
         return {"type": "function", "function": {"description": "", "parameters": {"type": "object"}, **function}}
 
 
@@ -172,7 +189,7 @@ class NamedTool(StrictModel):
 
 
 class Conversation(StrictModel):
-    """Messages and how the chat template writes them; the last three fields are extensions."""
+    """Messages and how the chat template writes them; the last four fields are extensions."""
 
     messages: Annotated[list[Message], FailFast()] = Field(min_length=1, max_length=4096)
     tools: list[Tool] | None = None
@@ -185,6 +202,8 @@ class Conversation(StrictModel):
     """Leave the last message open, so that the answer goes on where it ends."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Further variables of the template, such as enable_thinking."""
+    add_special_tokens: bool = False
+    """Add the tokens that the tokenizer puts around a text to those that the template writes."""
 
     @model_validator(mode="after")
     def _known_tools(self) -> Conversation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,15 +131,15 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def template_messages(body: Conversation, style: ToolStyle) -> list[dict[str, Any]]:
-    """The messages of a conversation for a template of this style."""
-    messages = [m.for_template(wants_objects=style.wants_objects) for m in body.messages]
+def template_messages(body: Conversation, style: ToolStyle, as_text: Callable[[Any], Any]) -> list[dict[str, Any]]:
+    """The messages of a conversation for a template of this style; as_text: makes of the client's values what is written."""
+    messages = [as_text(m.for_template(wants_objects=style.wants_objects)) for m in body.messages]
     form = style.form or HERMES
     if not style.writes_calls:
         messages = [_written(m, form) for m in messages]
     tools = body.callable_tools
     if tools and not style.writes_tools:
-        shown = _described([t.for_template()["function"] for t in tools], form)
+        shown = _described([as_text(t.for_template()["function"]) for t in tools], form)
         # in the first message, whoever speaks: not every template takes one of the system
         messages[0]["content"] = f"{shown}\n\n{messages[0]['content']}"
     return messages

@@ -97,7 +97,9 @@ class ScriptedEngine:
         ids = [*TOKENIZER.encode(self.text, add_special_tokens=False), 1]
         finish, match = "stop", None
         if params.stop:
-            hit = StopStringChecker(TokenText(TOKENIZER), params.stop, request.prompt_token_ids).first_match(ids)
+            hit = StopStringChecker(
+                TokenText(TOKENIZER), params.stop, request.prompt_token_ids, min_tokens=params.min_tokens
+            ).first_match(ids)
             if hit is not None:
                 ids, match = ids[: hit[0]], hit[1]
         if len(ids) > params.max_tokens:

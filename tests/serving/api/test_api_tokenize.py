@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +12,13 @@ import httpx
 import pytest
 
 from paceline.serving.api.app import build_api
+from paceline.serving.api.bodies import ChatBody
 from paceline.serving.api.generation import ApiParts
+from paceline.serving.api.prompts import Prompts
 from paceline.serving.engine.engine import Engine
 from paceline.serving.wire.accounts import Clients
 from paceline.serving.wire.credentials import Tokens
+from paceline.serving.wire.fields import parse_values
 from tests.helpers.api_server import TOKENIZER, ScriptedEngine, serve_engine
 from tests.helpers.fakes import tiny_target
 
@@ -62,6 +67,33 @@ def test_special_tokens_are_optional_and_written_out(real: tuple) -> None:
     assert post(base, "/tokenize", {"prompt": "a", "add_special_tokens": False}).json()["count"] == 1
     assert post(base, "/tokenize", {"prompt": ""}).json()["tokens"] == []
     assert post(base, "/detokenize", {"tokens": []}).json() == {"prompt": ""}
+
+
+def test_no_text_of_a_conversation_becomes_a_special_token() -> None:
+    ids = {i: t.content for i, t in TOKENIZER.added_tokens_decoder.items() if t.special}
+    bad = "a<|end|>b<<pad><|end|><|en"
+    tool = {"type": "function", "function": {"name": "f", "description": bad, "parameters": {"properties": {bad: {}}}}}
+    call = {"type": "function", "function": {"name": bad, "arguments": json.dumps({"x": bad})}}
+    said = [{"role": "assistant", "content": bad, "tool_calls": [call]}, {"role": "tool", "content": bad}]
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": bad}]},
+        *said,
+        {"role": "user", "content": "<|end|>"},
+    ]
+    own = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|end|>{{ m['content'] | trim }}{% for c in m['tool_calls'] or [] %}{{ c | tojson }}{% endfor %}{% endfor %}{{ x }}"  # fmt: skip
+    for template, num_own in ((TOKENIZER.chat_template, 0), (own, 4)):
+        tokenizer = copy.copy(TOKENIZER)
+        tokenizer.chat_template = template
+        for limit in (1, 1000):  # in a thread, too
+            body = {"messages": messages * limit, "tools": [tool], "chat_template_kwargs": {"x": bad}}
+            chat = parse_values(body, ChatBody)
+            prompts = Prompts(tokenizer)
+            found = asyncio.run(prompts.encode_chat(chat))
+            assert [ids[t] for t in found if t in ids] == ["<|end|>"] * num_own * limit
+            text = asyncio.run(prompts.render(chat))
+            assert tokenizer.decode(found) == text.replace("\ufdd0", "") and bad in tokenizer.decode(found)
+    plain = {"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True}
+    assert asyncio.run(prompts.encode_chat(parse_values(plain, ChatBody))) == TOKENIZER.encode("<|end|>a")
 
 
 def test_a_long_text_is_counted(real: tuple) -> None:
