@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
+from paceline.errors import RequestError
 from paceline.serving.sampling.request import SamplingParams
 from paceline.serving.wire.fields import (
     RESPONSES_IGNORED,
@@ -53,7 +54,8 @@ class StreamOptions(StrictModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
     """Extension: every chunk carries the usage so far."""
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
+    """Padding against readers of the network: a hint that is not followed."""
 
     @model_validator(mode="after")
     def _usage_is_wanted(self) -> StreamOptions:
@@ -122,13 +124,14 @@ class CommonBody(RequestBody):
     ebnf: str | None = None
     """A GBNF grammar."""
 
-    top_k: int | None = None
+    top_k: int | None = Field(default=None, ge=-1)
+    """Only the k most likely tokens are drawn; 0, and -1 as in vLLM: all."""
     min_p: float | None = None
     repetition_penalty: float | None = None
     stop_token_ids: list[int] | None = Field(default=None, max_length=64)
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(default=None, ge=0)
-    """Tokens before which nothing that ends the answer is drawn; not together with a form or `stop`."""
+    """Tokens before which nothing ends the answer: no end token is drawn, no stop string counts. Not together with a form."""
     allowed_token_ids: tuple[int, ...] | None = Field(default=None, min_length=1)
     """Only these tokens are drawn; not together with a form."""
     bad_words: list[str] | None = None
@@ -162,7 +165,7 @@ class CommonBody(RequestBody):
     @field_validator("stop")
     @classmethod
     def _stop_list(cls, stop: str | list[str] | None) -> str | list[str] | None:
-        if stop is not None and (not stop or (isinstance(stop, list) and not all(stop))):
+        if stop == "" or (isinstance(stop, list) and not all(stop)):
             raise ValueError("stop must be a non-empty string or a list of them")
         return stop
 
@@ -224,8 +227,11 @@ class GenerateBody(CommonBody):
 
     @property
     def ignored(self) -> list[str]:
-        free = self.metadata is not None and bool(self.metadata.model_extra)
-        return [*self._ignored, "metadata"] if free else self._ignored
+        hints = {
+            "metadata": self.metadata is not None and self.metadata.model_extra,
+            "include_obfuscation": self.stream_options is not None and self.stream_options.include_obfuscation,
+        }
+        return [*self._ignored, *(name for name, is_given in hints.items() if is_given)]
 
     def num_wanted(self) -> int | None:
         """The longest answer asked for, in tokens; None = as long as the context allows."""
@@ -236,7 +242,7 @@ class GenerateBody(CommonBody):
         raise NotImplementedError
 
     def sampling(self, *, max_tokens: int) -> SamplingParams:
-        """The engine's parameters, but for the tokens of bad words; raises RequestError where a value is out of range."""
+        """The engine's parameters, but for the tokens of bad words; raises FieldError where a value is out of range."""
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         temperature = self.temperature
         if temperature is not None and 0 < temperature < MIN_TEMPERATURE:
@@ -244,7 +250,7 @@ class GenerateBody(CommonBody):
         values = {
             "temperature": temperature,
             "top_p": self.top_p,
-            "top_k": self.top_k,
+            "top_k": 0 if self.top_k == -1 else self.top_k,
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
             "presence_penalty": self.presence_penalty,
@@ -253,17 +259,20 @@ class GenerateBody(CommonBody):
             "ignore_eos": self.ignore_eos,
             "min_tokens": self.min_tokens,
         }
-        return SamplingParams(
-            **{k: v for k, v in values.items() if v is not None},  # type: ignore[arg-type]
-            max_tokens=max_tokens,
-            stop=stop,
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            skip_special_tokens=self.skip_special_tokens,
-            logprobs=self.num_logprobs(),
-            logit_bias=tuple((int(k), float(v)) for k, v in (self.logit_bias or {}).items()),
-            grammar=form_of(self),
-            allowed_token_ids=self.allowed_token_ids or (),
-        )
+        try:
+            return SamplingParams(
+                **{k: v for k, v in values.items() if v is not None},  # type: ignore[arg-type]
+                max_tokens=max_tokens,
+                stop=stop,
+                stop_token_ids=tuple(self.stop_token_ids or ()),
+                skip_special_tokens=self.skip_special_tokens,
+                logprobs=self.num_logprobs(),
+                logit_bias=tuple((int(k), float(v)) for k, v in (self.logit_bias or {}).items()),
+                grammar=form_of(self),
+                allowed_token_ids=self.allowed_token_ids or (),
+            )
+        except RequestError as e:
+            raise FieldError.of_rule(str(e), type(self).model_fields) from e
 
 
 class CompletionBody(GenerateBody):
@@ -273,6 +282,8 @@ class CompletionBody(GenerateBody):
     logprobs: int | None = Field(default=None, ge=0, le=20)
     max_tokens: int | None = Field(default=None, ge=0)
     """0, together with echo, scores the prompt and generates nothing."""
+    add_special_tokens: bool = True
+    """Add the tokens that the tokenizer puts around a text."""
     echo: bool | None = None
     """Put the prompt before the answer; with logprobs its tokens' log-probabilities too."""
     best_of: int | None = None
@@ -336,7 +347,7 @@ class ChatBody(Conversation, GenerateBody):
         both = (self.max_tokens, self.max_completion_tokens)
         if None not in both and both[0] != both[1]:
             raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs is only allowed together with logprobs: true")
         return self
 
@@ -361,7 +372,7 @@ class ResponsesBody(CommonBody):
     ignored_fields: ClassVar[Mapping[str, Known]] = RESPONSES_IGNORED
 
     input: InputItems
-    """A text, or messages, calls and their results."""
+    """A text, or messages, calls and their results; `reasoning` among them changes nothing."""
     instructions: str | None = None
     """A message of the system before the others."""
     max_output_tokens: int | None = Field(default=None, ge=1)
@@ -386,6 +397,11 @@ class ResponsesBody(CommonBody):
         if self.wants_logprobs and self.tools and self.tool_choice != "none":
             raise ValueError("include must not ask for log-probabilities together with tools, whose calls have none")
         return self
+
+    @property
+    def ignored(self) -> list[str]:
+        pads = self.stream_options is not None and self.stream_options.include_obfuscation
+        return [*self._ignored, "include_obfuscation"] if pads else self._ignored
 
     @property
     def wants_logprobs(self) -> bool:

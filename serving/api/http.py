@@ -107,7 +107,7 @@ def error_handler(parts: ApiParts) -> Callable[[Request, Exception], Awaitable[R
             headers = {"Retry-After": str(_DRAIN_RETRY_S)}
         elif isinstance(error, HTTPException):
             status, kind, headers = error.status_code, "invalid_request_error", dict(error.headers or {})
-            code = {401: "invalid_api_key", 403: "not_allowed", 404: "not_found", 408: "slow_body"}.get(status)
+            code = code or {401: "invalid_api_key", 403: "not_allowed", 404: "not_found", 408: "slow_body"}.get(status)
         else:
             log.error("request %s to %s failed", record.request_id, record.route, exc_info=error)
             status, kind, code = 500, "server_error", "internal_error"

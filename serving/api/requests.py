@@ -26,6 +26,13 @@ CONTEXT_CODE = "context_length_exceeded"
 _MILLISECONDS = re.compile(r"[0-9]{1,8}")
 
 
+class UnknownModel(HTTPException):
+    """Another model is asked for than the one served."""
+
+    code = "model_not_found"
+    """OpenAI's."""
+
+
 def engine_requests(
     request: Request,
     body: GenerateBody,
@@ -122,11 +129,11 @@ def request_id_of(request: Request) -> str:
 
 
 def check_model(name: str | None, info: EngineInfo) -> None:
-    """Raise HTTPException 404 when a request names another model than the one served."""
+    """Raise UnknownModel when a request names another model than the one served."""
     names = (info.model_name, *info.aliases)
     if name is not None and name not in names:
         served = " and ".join(repr(each) for each in names)
-        raise HTTPException(404, f"model {name[:128]!r} is not served here; this service has {served}")
+        raise UnknownModel(404, f"model {name[:128]!r} is not served here; this service has {served}")
 
 
 def check_token_ids(token_ids: Sequence[int], info: EngineInfo, param: str) -> None:

@@ -6,7 +6,7 @@ A name that is in none of the three is refused as unknown.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
@@ -38,6 +38,8 @@ REFUSED: dict[str, Known] = {
     "cache_salt": ((None,), "a tenant has a prefix cache of its own; use the header x-paceline-tenant"),
     "use_beam_search": ((None, False), "answers are sampled; use `n` for several"),
     "length_penalty": ((None, 1.0), "there is no beam search"),
+    "echo": ((None, False), "the messages of a chat are not repeated; /v1/completions has `echo`"),
+    "kv_transfer_params": ((None,), "prompts are read where answers are written"),
 }  # fmt: skip
 """Fields that are known but not offered; values that ask for nothing are let through."""
 
@@ -53,16 +55,15 @@ IGNORED: dict[str, Known] = {
     "parallel_tool_calls": ((None,), "there are no `tools`"),
     "prediction": ((None,), "the service drafts by itself"),
     "guided_decoding_backend": ((None,), "there is one"),
+    "spaces_between_special_tokens": ((None, True), "the tokenizer says where spaces stand"),
 }
 """Hints that no answer depends on: any value is taken and the field named in the header x-paceline-ignored."""
 
 RESPONSES_REFUSED: dict[str, Known] = {
     "previous_response_id": ((None,), "answers are not stored; send the whole conversation as `input`"),
     "conversation": ((None,), "conversations are not stored; send the whole conversation as `input`"),
-    "store": ((None, False), "answers are not stored, so none can be fetched or continued by its id"),
     "background": ((None, False), "answers are not stored; keep the connection, for instance with `stream`"),
     "prompt": ((None,), "prompts are not stored; send `instructions` and `input`"),
-    "truncation": ((None, "disabled"), "shorten `input`, or say with `truncate_prompt_tokens` how much of it is read"),
     "context_management": ((None, []), "shorten `input`, or say with `truncate_prompt_tokens` how much of it is read"),
     "moderation": ((None,), "nothing is moderated here"),
 }
@@ -70,6 +71,8 @@ RESPONSES_REFUSED: dict[str, Known] = {
 
 RESPONSES_IGNORED: dict[str, Known] = {
     **{name: IGNORED[name] for name in ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier")},
+    "store": ((None, False), "answers are not stored, so none can be fetched or continued by its id"),
+    "truncation": ((None, "disabled"), "nothing is left out; `truncate_prompt_tokens` says how much of `input` is read"),
     "prompt_cache_options": ((None,), "the prefix cache is found by the prompt's tokens alone"),
     "reasoning": ((None, {}), "the model has no levels; `chat_template_kwargs` of /v1/chat/completions has what its template knows"),
     "max_tool_calls": ((None,), "no tools are hosted, whose calls it counts"),
@@ -104,6 +107,14 @@ class FieldError(RequestError):
     def __init__(self, message: str, param: str | None, code: str | None = None) -> None:
         super().__init__(message)
         self.param, self.code = param, code
+
+    @classmethod
+    def of_rule(cls, rule: str, fields: Collection[str], param: str | None = None) -> FieldError:
+        """The error of a rule; a rule about several fields names the one to change first."""
+        first_word = rule.partition(" ")[0]
+        if param is None and first_word in fields:
+            param = first_word
+        return cls(f"{param}: {rule}" if param and not rule.startswith(param) else rule, param)
 
     def renamed(self, names: Mapping[str, str]) -> FieldError:
         """The same of a route that has other names for some fields: name of the first part of `param` -> its own."""
@@ -156,7 +167,7 @@ def parse_values(values: dict[str, Any], kind: type[BaseModel]) -> Any:
     try:
         body = kind.model_validate(values)
     except ValidationError as e:
-        raise _field_error(e, kind) from e
+        raise _field_error(e, kind, values) from e
     except RecursionError as e:  # JSON is written with fewer levels than it is read with
         raise FieldError("the body must not be nested so deeply", None) from e
     if isinstance(body, RequestBody):
@@ -164,19 +175,31 @@ def parse_values(values: dict[str, Any], kind: type[BaseModel]) -> Any:
     return body
 
 
+def _sent_path(loc: Sequence[int | str], values: Any, *, is_missing: bool) -> Iterator[str]:
+    """The keys and positions of pydantic's path that are the body's own; the others name members of unions.
+
+    is_missing: the last one is not there.
+    """
+    for i, part in enumerate(loc):
+        try:
+            values = values[part]
+        except (KeyError, IndexError, TypeError):
+            if not is_missing or i < len(loc) - 1:
+                continue
+        yield str(part)
+
+
 def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not a number of JSON")
 
 
-def _field_error(error: ValidationError, kind: type[BaseModel]) -> FieldError:
-    """The most telling of pydantic's complaints; unions of the prompt's forms complain once per form."""
-    first = max(error.errors(), key=lambda e: e["type"] == "extra_forbidden")
-    path = [str(p) for p in first["loc"] if not (isinstance(p, str) and ("[" in p or p in ("str", "int", "list")))]
-    name = ".".join(path) or None
+def _field_error(error: ValidationError, kind: type[BaseModel], values: dict[str, Any]) -> FieldError:
+    """The most telling of pydantic's complaints, since unions complain once per member: the one that looked deepest."""
+    first = max(error.errors(), key=lambda e: (e["type"] == "extra_forbidden", len(e["loc"])))
+    name = ".".join(_sent_path(first["loc"], values, is_missing=first["type"] == "missing")) or None
     if first["type"] == "extra_forbidden":
         return FieldError(f"{name} is not a field of this request; remove it", name)
     message = first["msg"].removeprefix("Value error, ")
-    first_word = message.partition(" ")[0]
-    if name is None and first_word in kind.model_fields:  # a rule about several fields names the one to change first
-        name = first_word
-    return FieldError(f"{name}: {message}" if name and not message.startswith(name) else message, name)
+    if first["type"] in ("model_type", "model_attributes_type"):
+        message = "must be a JSON object"
+    return FieldError.of_rule(message, kind.model_fields, name)

@@ -57,6 +57,11 @@ class StructuredOutputs(StrictModel):
     choice: Texts | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    whitespace_pattern: None = None
+    """Blanks between the parts of JSON are the model's; so are those of the next fields."""
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
+    disable_fallback: Literal[False] | None = None
 
 
 def form_of(body: Any) -> GrammarSpec | None:

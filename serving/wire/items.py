@@ -12,7 +12,7 @@ from paceline.serving.wire.forms import JsonObjectFormat, TextFormat
 from paceline.serving.wire.messages import MAX_PARTS, MAX_TOOLS, FunctionSpec, Tool
 
 MAX_ITEMS = 4096
-_ITEM_KINDS = ("message", "function_call", "function_call_output")
+_ITEM_KINDS = ("message", "function_call", "function_call_output", "reasoning")
 _PART_KINDS = ("input_text", "output_text")
 _OF_ANSWERS = ("annotations", "logprobs", "parsed", "parsed_arguments")
 """What answers, and openai's client that parses them, add to items: it says nothing when it comes back."""
@@ -95,6 +95,15 @@ class FunctionResultItem(_Item):
     output: ItemContent
 
 
+class ReasoningItem(_Item):
+    """What another model has thought; changes nothing."""
+
+    type: Literal["reasoning"]
+    summary: list[Any] | None = None
+    content: list[Any] | None = None
+    encrypted_content: str | None = None
+
+
 def _kind_of(item: Any) -> str:
     return str(item.get("type", "message")) if isinstance(item, dict) else str(getattr(item, "type", ""))
 
@@ -102,7 +111,8 @@ def _kind_of(item: Any) -> str:
 InputItem = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]
-    | Annotated[FunctionResultItem, Tag("function_call_output")],
+    | Annotated[FunctionResultItem, Tag("function_call_output")]
+    | Annotated[ReasoningItem, Tag("reasoning")],
     Discriminator(_kind_of),
 ]
 
@@ -139,7 +149,7 @@ def messages_of(instructions: str | None, items: Sequence[Any]) -> list[dict[str
             messages.append({"role": item.role, "content": _text(item.content)})
         elif isinstance(item, FunctionResultItem):
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
-        else:
+        elif isinstance(item, FunctionCallItem):
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": None})
             function = {"name": item.name, "arguments": item.arguments}
@@ -217,4 +227,5 @@ class TextOptions(StrictModel):
 class PaddingOptions(StrictModel):
     """Of a stream of the Responses API."""
 
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: bool | None = None
+    """Padding against readers of the network: a hint that is not followed."""

@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from paceline.errors import RequestError
 from paceline.serving.api.bodies import ChatBody, CompletionBody
 from paceline.serving.wire.fields import IGNORED, REFUSED, FieldError, parse_body
 
@@ -38,9 +37,10 @@ def test_defaults_are_openais() -> None:
 @pytest.mark.parametrize("field", sorted(REFUSED))
 def test_unsupported_fields_are_refused_unless_they_ask_for_nothing(field: str) -> None:
     neutral, reason = REFUSED[field]
-    completion(**{field: neutral[0]})
+    body = chat if field in CompletionBody.model_fields else completion
+    body(**{field: neutral[0]})
     with pytest.raises(FieldError, match=reason[:20]) as e:
-        completion(**{field: {"something": "else"}})
+        body(**{field: {"something": "else"}})
     assert e.value.param == field
 
 
@@ -99,7 +99,11 @@ def test_malformed_completions_name_the_field(fields: dict, param: str | None) -
         {"messages": [{"role": "user", "content": "x", "name": "<|system|>"}]},
         {"messages": [{"role": "user", "content": "x", "name": ""}]},
         {"messages": [{"role": "user", "content": "x", "refusal": "no"}]},
+        {"messages": [{"role": "user", "content": None, "reasoning": "x"}]},
+        {"echo": True},
+        {"kv_transfer_params": {"do_remote_decode": True}},
         {"top_logprobs": 2},
+        {"logprobs": False, "top_logprobs": 2},
         {"logprobs": 3},
         {"max_tokens": 3, "max_completion_tokens": 4},
         {"tools": [{"type": "function"}]},
@@ -123,16 +127,53 @@ def test_bodies_that_are_no_json_object_are_refused(raw: bytes) -> None:
         parse_body(raw, CompletionBody)
 
 
-@pytest.mark.parametrize("fields", [{"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 2.0}, {"presence_penalty": 3.0}])
-def test_values_out_of_range_are_refused_with_the_rule(fields: dict) -> None:
-    with pytest.raises(RequestError, match="must be in"):
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 2.0}, {"presence_penalty": 3.0}, {"top_k": 2**31},
+        {"repetition_penalty": 0.0}, {"min_tokens": 2}, {"frequency_penalty": -3.0}, {"stop_token_ids": [-1]},
+    ],
+)  # fmt: skip
+def test_values_out_of_range_are_refused_with_the_rule_and_the_field(fields: dict) -> None:
+    with pytest.raises(FieldError, match="must be") as e:
         completion(**fields).sampling(max_tokens=1)
+    assert e.value.param == next(iter(fields)) and str(e.value).startswith(e.value.param)
+
+
+@pytest.mark.parametrize("kind", [completion, chat])
+@pytest.mark.parametrize(
+    "neutral",
+    [{"stop": []}, {"top_k": -1}, {"kv_transfer_params": None}, {"echo": False}, {"min_tokens": 1, "stop": ["x"]}],
+)
+def test_values_that_ask_for_nothing_change_nothing(kind, neutral: dict) -> None:
+    usual = kind(**{k: v for k, v in neutral.items() if k == "min_tokens" or v == ["x"]})
+    assert kind(**neutral).sampling(max_tokens=1) == usual.sampling(max_tokens=1) and kind(**neutral).ignored == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice.allowed_tools"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"response_format": {"type": "text", "x": 1}}, "response_format.x"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text"),
+        ({"messages": ["x"]}, "messages.0"),
+        ({"top_k": -2}, "top_k"),
+        ({"stream_options": 3, "stream": True}, "stream_options"),
+    ],
+)
+def test_errors_name_fields_as_they_were_sent(fields: dict, param: str) -> None:
+    with pytest.raises(FieldError) as e:
+        chat(**fields)
+    assert e.value.param == param and str(e.value).startswith(param)
+    assert not {"NamedTool", "StreamOptions", "Message"} & set(str(e.value).replace(".", " ").split())
 
 
 def test_chat_logprobs_and_limits() -> None:
     assert chat().num_logprobs() is None
     assert chat(logprobs=True).num_logprobs() == 0
     assert chat(logprobs=True, top_logprobs=3).num_logprobs() == 3
+    assert chat(logprobs=False, top_logprobs=0).num_logprobs() is None
     assert chat(max_completion_tokens=4).num_wanted() == 4
 
 
@@ -167,8 +208,25 @@ def test_a_message_that_an_answer_brought_may_be_sent_back_as_it_came() -> None:
     }
     (message,) = chat(messages=[{**own, "tool_calls": None, "parsed": {"a": 1}}]).messages
     assert message.for_template() == {"role": "assistant", "content": "x"}
+    for name in ("reasoning", "reasoning_content"):
+        (message,) = chat(messages=[{**own, "content": None, name: "hm"}]).messages
+        assert message.for_template() == {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    (message,) = chat(messages=[{**own, "content": None, "refusal": "no"}]).messages
+    assert message.for_template() == {"role": "assistant", "content": "no"}
     named = chat(messages=[{"role": "user", "content": "x", "name": "Ada-1"}]).messages[0]
     assert named.for_template() == {"role": "user", "content": "x", "name": "Ada-1"}
+
+
+def test_marks_of_a_cache_change_nothing() -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    tool = {"type": "function", "function": {"name": "f", **mark}, **mark}
+    body = chat(messages=[{"role": "user", "content": [{"type": "text", "text": "a", **mark}], **mark}], tools=[tool])
+    assert body.messages[0].for_template() == {"role": "user", "content": "a"}
+    assert body.tools[0].for_template()["function"] == {
+        "name": "f",
+        "description": "",
+        "parameters": {"type": "object"},
+    }
 
 
 def test_an_image_is_refused_with_the_reason() -> None:
@@ -180,7 +238,7 @@ def test_an_image_is_refused_with_the_reason() -> None:
 
 @pytest.mark.parametrize("field", sorted(IGNORED))
 def test_hints_are_taken_with_any_value_and_named_unless_they_ask_for_nothing(field: str) -> None:
-    for value in ("x", 3, {"a": [1]}, True):
+    for value in ("x", 3, {"a": [1]}):
         assert completion(**{field: value}).ignored == [field]
     for value in IGNORED[field][0]:
         assert completion(**{field: value}).ignored == []

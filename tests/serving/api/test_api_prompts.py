@@ -91,7 +91,12 @@ def test_limits_of_tokens_reach_the_engine(url: str) -> None:
     assert ask(url, **ends, min_tokens=5)["usage"]["completion_tokens"] == 6
     found = ask(url, prompt="ab", allowed_token_ids=[70, 71], return_token_ids=True)["choices"][0]["token_ids"]
     assert set(found) <= {70, 71} and len(found) == 8
-    for bad in ({"allowed_token_ids": [300]}, {"min_tokens": 9}, {"min_tokens": 1, "stop": "x"}):
+    only = {"prompt": "ab", "logit_bias": {"70": 100}, "max_tokens": 9, "return_token_ids": True}
+    letter = ask(url, **only)["choices"][0]["text"][0]
+    for limit, num in ((0, 1), (4, 5), (9, 9)):
+        found = ask(url, **only, stop=letter, min_tokens=limit)
+        assert (found["usage"]["completion_tokens"], found["choices"][0]["text"]) == (num, letter * min(num, limit))
+    for bad in ({"allowed_token_ids": [300]}, {"min_tokens": 9}):
         assert httpx.post(f"{url}/v1/completions", json={"prompt": "a", "max_tokens": 8, **bad}).status_code == 400
 
 
@@ -111,8 +116,9 @@ def test_a_model_answers_to_all_of_its_names(url: str) -> None:
     assert client.models.retrieve("org/tiny:latest").model_dump()["root"] == "tiny"
     for name in ("tiny", "gpt-4o-mini", "org/tiny:latest"):
         assert client.completions.create(model=name, prompt="a", max_tokens=1).model == "tiny"
-    with pytest.raises(openai.NotFoundError, match="this service has 'tiny' and 'gpt-4o-mini'"):
+    with pytest.raises(openai.NotFoundError, match="this service has 'tiny' and 'gpt-4o-mini'") as e:
         client.completions.create(model="gpt-4o", prompt="a")
+    assert e.value.code == "model_not_found"
 
 
 def test_probes_of_other_servers_work(url: str) -> None:

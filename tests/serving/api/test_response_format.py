@@ -66,16 +66,22 @@ def test_every_form_reaches_the_engine() -> None:
     [
         ({"response_format": "json"}, "response_format"),
         ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"response_format": {"type": "json_object", "schema": []}}, "response_format.json_object.schema"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.json_schema"),
-        ({"response_format": schema_format([])}, "response_format.json_schema.json_schema.schema"),
-        ({"response_format": schema_format({}, name="a b")}, "response_format.json_schema.json_schema.name"),
+        ({"response_format": {"type": "json_object", "schema": []}}, "response_format.schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": schema_format([])}, "response_format.json_schema.schema"),
+        ({"response_format": schema_format({}, name="a b")}, "response_format.json_schema.name"),
         ({"guided_regex": 3}, "guided_regex"),
         ({"guided_regex": "a", "guided_grammar": 'start: "a"'}, "guided_regex"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
         ({"guided_json": {}, "structured_outputs": {"json": {}}}, "guided_json"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, None),
         ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": "x"}}, "structured_outputs.whitespace_pattern"),
+        (
+            {"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace",
+        ),
+        ({"structured_outputs": 3}, "structured_outputs"),
         ({"guided_json": 3}, "guided_json"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_choice": ["a", ""]}, "guided_choice"),
@@ -97,6 +103,9 @@ def test_one_form_has_the_same_grammar_under_every_projects_name() -> None:
     assert all(spec(**fields) == as_json for fields in (*names, *texts, wrapped))
     regex = GrammarSpec(kind="regex", text="a+")
     assert spec(regex="a+") == spec(structured_outputs={"regex": "a+"}) == regex
+    assert (
+        spec(structured_outputs={"regex": "a+", "whitespace_pattern": None, "disable_any_whitespace": False}) == regex
+    )
     gbnf = GrammarSpec(kind="gbnf", text='root ::= "a"')
     assert (
         spec(ebnf=gbnf.text)

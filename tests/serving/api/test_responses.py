@@ -179,8 +179,16 @@ def test_items_go_back_in_as_they_came(client: openai.OpenAI, engine: ScriptedEn
     engine.text = f"I see.\n{CALL}"
     answer = client.responses.create(model="tiny", input="hi", tools=[ADD])
     result = {"type": "function_call_output", "call_id": answer.output[1].call_id, "output": "2"}
+    thought = {
+        "type": "reasoning",
+        "id": "rs_1",
+        "summary": [{"type": "summary_text", "text": "?"}],
+        "encrypted_content": "x",
+    }
     parts = {"role": "developer", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]}
-    client.responses.create(model="tiny", input=[{"role": "user", "content": "hi"}, *answer.output, result, parts])
+    client.responses.create(
+        model="tiny", input=[{"role": "user", "content": "hi"}, thought, *answer.output, result, parts]
+    )
     assert prompt_of(engine) == (
         'user: hi\nassistant: I see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
         "user: <tool_response>\n2\n</tool_response>\nsystem: ab\nassistant: "
@@ -221,22 +229,25 @@ def test_hints_are_named_and_metadata_comes_back(url: str) -> None:
         "reasoning": {"effort": "low"},
         "prompt_cache_key": "k",
         "service_tier": "auto",
-        "store": False,
+        "store": True,
+        "truncation": "auto",
+        "stream_options": {"include_obfuscation": True},
     }
     answer = post(url, **hints, metadata={"a": "b"})
-    assert answer.headers["x-paceline-ignored"] == "user, reasoning, prompt_cache_key"
+    named = "user, reasoning, prompt_cache_key, store, truncation, include_obfuscation"
+    assert answer.headers["x-paceline-ignored"] == named
+    neutral = {"store": False, "truncation": "disabled", "stream_options": {"include_obfuscation": False}}
+    assert "x-paceline-ignored" not in post(url, **neutral).headers
     assert answer.json()["metadata"] == {"a": "b"} and answer.json()["store"] is False
 
 
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"store": True}, "store", "answers are not stored"),
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
         ({"conversation": "conv_1"}, "conversation", "send the whole conversation"),
         ({"background": True}, "background", "answers are not stored"),
         ({"prompt": {"id": "p"}}, "prompt", "send `instructions`"),
-        ({"truncation": "auto"}, "truncation", "truncate_prompt_tokens"),
         ({"tools": [{"type": "web_search"}]}, "tools", "no other tool is hosted"),
         ({"tools": [ADD], "tool_choice": {"type": "file_search"}}, None, ""),
         ({"tools": [ADD], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "name one of the tools"),
@@ -246,13 +257,14 @@ def test_hints_are_named_and_metadata_comes_back(url: str) -> None:
         ({"include": ["file_search_call.results"]}, "include.0", "should be"),
         ({"input": []}, "input", "not empty"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "none can be referred to"),
-        ({"input": [{"type": "reasoning", "summary": []}]}, "input", "of the type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.message.content", "only text"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input", "at least 1"),
+        ({"input": [{"type": "web_search_call"}]}, "input", "of the type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content", "only text"),
         ({"input": "x" * 3000}, "input", "maximum context length is 2048"),
         ({"max_output_tokens": 4000}, "max_output_tokens", "max_output_tokens must be at most"),
         ({"max_output_tokens": 0}, "max_output_tokens", "greater"),
         ({"text": {"format": {"type": "json_object"}}, "regex": "a"}, "text.format", "exclude each other"),
-        ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", ""),
+        ({"stream_options": {"include_obfuscation": "x"}}, "stream_options.include_obfuscation", ""),
         ({"n": 2}, "n", "not a field"),
         ({"messages": []}, "messages", "not a field"),
     ],
