@@ -339,6 +339,9 @@ def start_ray(config: ServiceConfig) -> bool:
     os.environ.setdefault(PROXY_VARIABLE, PROXY_CALLBACK)
     # on a busy computer a proxy takes longer to start than Serve's 5 s, and Serve would kill it for that
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+    # Serve replaces a proxy after three failed looks, and nobody is served meanwhile: a dead one fails each at once, one
+    # that is only busy after RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S, 10 s
+    os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "0.5")
     # ten looks a second at replicas that change once a day, and as many exports of figures that Ray collects every 10 s,
     # would be a quarter of what an idle service computes
     os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")
