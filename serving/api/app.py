@@ -161,7 +161,9 @@ class Api:
                 self.tokens, prompt_token_ids=prompt, stop=params.stop, min_tokens=params.min_tokens, skip_special=skip,
                 kept_ids=kept_ids,
             )  # fmt: skip
-            parser = None if plan is None else CallParser(plan.form, plan.names, is_parallel=plan.is_parallel)
+            parser = None
+            if plan is not None:
+                parser = CallParser(plan.form, plan.names, is_parallel=plan.is_parallel, is_forced=plan.is_forced)
             choices.append(Choice(i, self.tokens, stream, style, prompt_token_ids=prompt, echo=echo, parser=parser))
         options = body.stream_options
         return Answer(

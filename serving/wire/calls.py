@@ -56,9 +56,11 @@ class CallParser:
     Blanks around calls are dropped. Arguments are passed on as the model writes them, JSON or not.
     """
 
-    def __init__(self, form: CallFormat, names: Collection[str], *, is_parallel: bool = True) -> None:
-        """is_parallel: False = calls behind the first are dropped."""
-        self._form, self._names, self._is_parallel = form, frozenset(names), is_parallel
+    def __init__(
+        self, form: CallFormat, names: Collection[str], *, is_parallel: bool = True, is_forced: bool = False
+    ) -> None:
+        """is_parallel: False = calls behind the first are dropped. is_forced: the answer is nothing but calls."""
+        self._form, self._names, self._is_parallel, self._is_forced = form, frozenset(names), is_parallel, is_forced
         self._state = "text"  # text | head | arguments | tail
         self._text = ""  # not yet divided
         self._blanks = ""  # at the end of the content so far; dropped before a call
@@ -76,12 +78,21 @@ class CallParser:
             pass
         return self._take()
 
-    def finish(self) -> tuple[str, list[CallDelta]]:
-        """The answer is over: what was held back."""
+    @property
+    def has_whole_calls(self) -> bool:
+        """Whether there are calls, all of them with the end of their arguments."""
+        is_open = self._state == "arguments" and (self._is_parallel or self._num_seen == 1)
+        return self.num_calls > 0 and not is_open
+
+    def finish(self, *, is_cut: bool = False) -> tuple[str, list[CallDelta]]:
+        """The answer is over: what was held back, but for the beginning of a call.
+
+        is_cut: it was ended before the model did; otherwise only forced answers end within a call.
+        """
         if self._state == "head":
-            if not self._whole(self._text):
+            if not self._whole(self._text) and not (self._is_forced or (is_cut and self._begins_call())):
                 self._say(self._form.begin + self._text)
-        elif self._state == "text":
+        elif self._state == "text" and not self._is_forced:
             self._say(self._text)
         self._text = ""
         if not self.num_calls:
@@ -163,6 +174,13 @@ class CallParser:
             self._say(self._form.begin)
         self._state = "text"
         return True
+
+    def _begins_call(self) -> bool:
+        """Whether what stands behind the marker can be the beginning of a call; without a marker it may be an answer."""
+        text = self._text.strip()
+        if self._form.arguments_key is None:
+            return any(name.startswith(text) for name in self._names)
+        return bool(self._form.begin) and text[:1] in ("", "{")
 
     def _whole(self, text: str) -> bool:
         """Whether a text is a call, in whatever order of its keys; then it is noted."""

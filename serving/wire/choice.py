@@ -124,10 +124,12 @@ class Choice:
         if self._parser is not None:
             text, calls = self._parser.push(text)
             if finish_reason is not None:
-                rest, more = self._parser.finish()
+                is_cut = finish_reason == "length" or event.stop_match is not None
+                rest, more = self._parser.finish(is_cut=is_cut)
                 calls += [msgspec.structs.replace(delta, at=delta.at + len(text)) for delta in more]
                 text += rest
-                finish_reason = "tool_calls" if finish_reason == "stop" and self._parser.num_calls else finish_reason
+                if finish_reason == "stop" and self._parser.has_whole_calls:
+                    finish_reason = "tool_calls"
         return Piece(
             index=self.index,
             text=text,

@@ -132,7 +132,8 @@ class OutputItems:
         if piece.finish_reason is not None:
             if not self._done and self._open is None:
                 yield from self._begin_message()
-            yield from self._close("incomplete" if piece.finish_reason == "length" else "completed")
+            is_cut = piece.finish_reason == "length" or (piece.finish_reason == "stop" and self._call_index is not None)
+            yield from self._close("incomplete" if is_cut else "completed")
 
     def _say(self, text: str, scores: list[dict[str, Any]]) -> Iterator[Event]:
         if not text and not scores:

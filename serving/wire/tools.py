@@ -12,7 +12,7 @@ from paceline.serving.sampling.grammar import check_patterns, json_schema_with_b
 from paceline.serving.sampling.request import GrammarSpec
 from paceline.serving.wire.calls import HERMES, LLAMA, MARKED, CallFormat
 from paceline.serving.wire.fields import FieldError
-from paceline.serving.wire.messages import Conversation, NamedTool
+from paceline.serving.wire.messages import Conversation, FunctionSpec, NamedTool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +53,8 @@ class CallPlan:
     form: CallFormat
     names: frozenset[str]
     is_parallel: bool
+    is_forced: bool
+    """The answer is nothing but calls."""
     grammar: GrammarSpec | None
     """None = the answer is free, or has the form that it was asked for."""
 
@@ -63,7 +65,7 @@ def plan_calls(
     """The plan of an answer; None where nothing may be called.
 
     Args:
-        form: what the answer is asked to look like.
+        form: what the answer is asked to look like; a JSON schema is one of an answer that is no call.
         special: written forms of the tokenizer's special tokens.
     Raises: FieldError where tools and form exclude each other, or calls of this model cannot be read.
     """
@@ -77,19 +79,26 @@ def plan_calls(
             "tools",
         )
     is_forced = isinstance(body.tool_choice, NamedTool) or body.tool_choice == "required"
-    if form is not None and (is_forced or not form.kind.startswith("json")):
+    if form is not None and not form.kind.startswith("json"):
         raise FieldError(
-            "tools must be absent, or tool_choice 'auto' or 'none', where the answer has a form that is no JSON schema", "tools"
-        )  # fmt: skip
+            "tools must be absent, or tool_choice 'none', where the answer has a form that is no JSON schema", "tools"
+        )
     named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
-    schemas = {t.function.name: t.function.parameters or {} for t in tools if named in (None, t.function.name)}
+    schemas = {t.function.name: _arguments(t.function) for t in tools if named in (None, t.function.name)}
     grammar = None
     if is_forced or form is not None:
-        answer = None if form is None else form.text or '{"type": "object"}'
+        answer = None if is_forced or form is None else form.text or '{"type": "object"}'
         text = _grammar(style.form, schemas, special, is_parallel=is_parallel and named is None, answer=answer)
         grammar = GrammarSpec(kind="calls", text=text)
     names = frozenset(t.function.name for t in tools)
-    return CallPlan(form=style.form, names=names, is_parallel=is_parallel, grammar=grammar)
+    return CallPlan(form=style.form, names=names, is_parallel=is_parallel, is_forced=is_forced, grammar=grammar)
+
+
+def _arguments(function: FunctionSpec) -> dict[str, Any]:
+    """The schema of a function's arguments; one that describes none takes none."""
+    schema = function.parameters or {}
+    takes_none = not schema.get("properties") and schema.keys() <= {"type", "properties"}
+    return {"additionalProperties": False} if takes_none else schema
 
 
 def _grammar(

@@ -107,9 +107,58 @@ def test_a_json_answer_and_tools_go_together(real: tuple) -> None:
         else:
             assert json.loads(message.content) in ({"x": 1}, {"x": 2})
     assert kinds <= {True, False} and kinds
-    for more in ({"tool_choice": "required", "response_format": form}, {"guided_regex": "a"}):
-        refused = httpx.post(f"{base}/v1/chat/completions", json={"messages": USER, "tools": TOOLS, **more})
+    for own in (form, {"type": "json_object"}):
+        forced = client.chat.completions.create(
+            model="tiny", messages=USER, tools=TOOLS, response_format=own, tool_choice="required", seed=1, max_tokens=400,
+            parallel_tool_calls=False,
+        ).choices[0]  # fmt: skip
+        check(forced.message.tool_calls[0])
+    for more in ({"tool_choice": "required"}, {"tool_choice": "auto"}, {}):
+        ask = {"messages": USER, "tools": TOOLS, "guided_regex": "a", **more}
+        refused = httpx.post(f"{base}/v1/chat/completions", json=ask)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+
+
+@pytest.mark.parametrize("described", [{}, {"parameters": None}, {"parameters": {}}, {"parameters": {"type": "object", "properties": {}}}])  # fmt: skip
+def test_a_function_that_describes_no_arguments_is_called_with_none(real: tuple, described: dict) -> None:
+    client, _ = real
+    tools = [{"type": "function", "function": {"name": "now", **described}}]
+    named = {"type": "function", "function": {"name": "now"}}
+    ask = {"model": "tiny", "messages": USER, "tools": tools, "tool_choice": named, "max_tokens": 200}
+    for seed in range(3):
+        (choice,) = client.chat.completions.create(**ask, seed=seed).choices
+        (call,) = choice.message.tool_calls
+        assert (choice.finish_reason, json.loads(call.function.arguments)) == ("tool_calls", {})
+
+
+@pytest.mark.parametrize(
+    "cut", [*({"max_tokens": n} for n in (1, 5, 14, 30, 45, 50)), {"stop": ["}"]}, {"stop": ["weath"]}]
+)
+def test_a_forced_call_that_is_cut_says_so_and_leaves_no_markup(real: tuple, cut: dict) -> None:
+    client, base = real
+    ask = {
+        "messages": USER,
+        "tools": TOOLS[:1],
+        "tool_choice": "required",
+        "seed": 1,
+        "parallel_tool_calls": False,
+        **cut,
+    }
+    (choice,) = client.chat.completions.create(model="tiny", **ask).choices
+    assert choice.finish_reason == ("length" if "max_tokens" in cut else "stop") and not choice.message.content
+    calls = choice.message.tool_calls or ()
+    assert all(c.function.name == "weather" and "}" not in c.function.arguments for c in calls)
+    parts = list(client.chat.completions.create(model="tiny", **ask, stream=True))
+    assert (
+        not any(p.choices[0].delta.content for p in parts)
+        and parts[-1].choices[0].finish_reason == choice.finish_reason
+    )
+    flat = [{"type": "function", **TOOLS[0]["function"]}]
+    own = {"max_output_tokens" if k == "max_tokens" else k: v for k, v in cut.items()}
+    asked = {"input": "hi", "tools": flat, "tool_choice": "required", "seed": 1, "parallel_tool_calls": False, **own}
+    (item,) = httpx.post(f"{base}/v1/responses", json=asked, timeout=60).json()["output"]
+    assert item["type"] == ("function_call" if calls else "message")
+    assert item["status"] == ("incomplete" if calls or "max_tokens" in cut else "completed")
 
 
 @pytest.fixture

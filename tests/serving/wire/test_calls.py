@@ -66,6 +66,40 @@ def test_calls_and_content_are_told_apart_however_the_text_is_cut(form, text, co
             assert (got.strip() if calls else got, found) == (content.strip() if calls else content, calls)
 
 
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [(HERMES, hermes(("add", '{"a": 1}'))), (LLAMA, '{"name": "add", "parameters": {"a": 1}}'), (MARKED, '<|call|>add {"a": 1}\n')],
+)  # fmt: skip
+def test_a_forced_call_is_no_content_wherever_it_is_cut(form: CallFormat, text: str) -> None:
+    for end in range(len(text) + 1):
+        parser = CallParser(form, NAMES, is_forced=True)
+        content, deltas = parser.push(text[:end])
+        rest, more = parser.finish(is_cut=True)
+        (call,) = merged([*deltas, *more]) or (None,)
+        arguments = "" if call is None else call.arguments
+        assert content + rest == "" and '{"a": 1}'.startswith(arguments)
+        assert parser.has_whole_calls == (arguments == '{"a": 1}')
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "content"),
+    [
+        (HERMES, "I look. <tool_call>", "I look."),
+        (HERMES, 'I look. <tool_call>\n{"name": "ad', "I look."),
+        (HERMES, "so <tool_call> is", "so <tool_call> is"),
+        (MARKED, "I look. <|call|>get_we", "I look."),
+        (MARKED, "I look. <|call|>", "I look."),
+        (MARKED, "so <|call|>xyz", "so <|call|>xyz"),
+        (LLAMA, '{"name": "ad', '{"name": "ad'),
+    ],
+)
+def test_the_beginning_of_a_call_that_was_cut_is_no_content(form: CallFormat, text: str, content: str) -> None:
+    parser = CallParser(form, NAMES)
+    got = parser.push(text)[0] + parser.finish(is_cut=True)[0]
+    assert (got.rstrip(), parser.num_calls) == (content, 0)
+    assert read(form, [text]) == (text, []), "the model's own end"
+
+
 def test_no_depth_of_arguments_breaks_the_parser() -> None:
     for depth in range(900, 1000):
         text = '<tool_call>{"arguments": ' + "[" * depth + "]" * depth + ', "name": "add"}</tool_call>'
