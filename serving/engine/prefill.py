@@ -17,7 +17,7 @@ from paceline.serving.engine.classes import PromptClasses
 from paceline.serving.engine.output import RoundOutput, round_logprobs
 from paceline.serving.engine.running import DrafterPins, RunningRequest, cut_tokens
 from paceline.serving.engine.scheduler import Scheduler
-from paceline.serving.sampling.draw import SamplingBatch, draw_tokens, token_logprobs
+from paceline.serving.sampling.draw import SamplingBatch, draw_tokens, token_logprobs, token_ranks
 from paceline.serving.sampling.request import TokenLogprob
 from paceline.serving.target_model.kv_cache import KVPool
 from paceline.serving.target_model.model import TargetBatch, TargetModel, TargetOutput
@@ -67,9 +67,13 @@ def score_prompt(request: RunningRequest, logits: torch.Tensor) -> None:
     """Append the log-probabilities of the next prompt tokens, one for each row of logits (r, V).  Syncs: one."""
     known, num_top = request.prompt_logprobs, request.request.prompt_logprobs or 0
     scored = request.tokens[len(known) : len(known) + len(logits)]
-    own, top_ids, top_values = token_logprobs(logits, torch.tensor(scored, device=logits.device), num_top)
-    rows = zip(scored, own.tolist(), top_ids.tolist(), top_values.tolist(), strict=True)
-    known += [TokenLogprob(token_id=t, logprob=lp, top=tuple(zip(i, v, strict=True))) for t, lp, i, v in rows]
+    token_ids = torch.tensor(scored, device=logits.device)
+    ranks = token_ranks(logits, token_ids)
+    own, top_ids, top_values = token_logprobs(logits, token_ids, num_top)
+    rows = zip(scored, own.tolist(), top_ids.tolist(), top_values.tolist(), ranks.tolist(), strict=True)
+    known += [
+        TokenLogprob(token_id=t, logprob=lp, top=tuple(zip(i, v, strict=True)), rank=rank) for t, lp, i, v, rank in rows
+    ]
 
 
 @dataclass(kw_only=True, slots=True)

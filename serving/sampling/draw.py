@@ -542,3 +542,8 @@ def token_logprobs(
     logprobs = logits.log_softmax(-1)
     top = logprobs.topk(min(k, logits.shape[1]), dim=-1)
     return logprobs.gather(1, token_ids[:, None])[:, 0], top.indices, top.values
+
+
+def token_ranks(logits: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+    """(N,) int64, how many tokens of a row (N, V) are at least as likely as its given one (N,), itself included."""
+    return (logits >= logits.gather(1, token_ids[:, None])).sum(-1)

@@ -184,6 +184,8 @@ class TokenLogprob:
     logprob: float
     """Log-probability under the target's unprocessed distribution."""
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
+    """Of a prompt's token: 1 = it is the most likely one."""
 
 
 class RequestStats(msgspec.Struct, frozen=True, kw_only=True, gc=False):

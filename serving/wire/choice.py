@@ -218,10 +218,7 @@ class Choice:
         return out
 
     def prompt_logprobs(self) -> list[dict[str, Any] | None] | None:
-        """The prompt's tokens with their alternatives as vLLM writes them, None for the first; None = nobody asked.
-
-        A token that is not among the alternatives has the rank null.
-        """
+        """The prompt's tokens with their alternatives as vLLM writes them, None for the first; None = nobody asked."""
         num_top = self._style.num_prompt_top
         if num_top is None:
             return None
@@ -231,7 +228,7 @@ class Choice:
                 out.append(None)
                 continue
             ranked = [(t, lp, i + 1) for i, (t, lp) in enumerate(score.top)]
-            own = next((r for r in ranked if r[0] == score.token_id), (score.token_id, score.logprob, None))
+            own = next((r for r in ranked if r[0] == score.token_id), (score.token_id, score.logprob, score.rank))
             out.append(
                 {
                     str(t): {"logprob": lp, "rank": rank, "decoded_token": self._tokens.token_text(t)}

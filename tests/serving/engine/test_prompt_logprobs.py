@@ -56,6 +56,9 @@ def check(scores: tuple[TokenLogprob | None, ...] | None, prompt: tuple[int, ...
         torch.tensor([s.logprob for s in rest]), torch.tensor(expected(prompt)), rtol=0, atol=2e-4
     )
     assert all(len(s.top) == num_top for s in rest)
+    order = plain_logits(target(), list(prompt)).argsort(-1, descending=True)
+    ranks = [int((order[i] == t).nonzero()) + 1 for i, t in enumerate(prompt[1:])]
+    assert [s.rank for s in rest] == ranks
     for s in rest:
         values = [v for _, v in s.top]
         assert values == sorted(values, reverse=True)

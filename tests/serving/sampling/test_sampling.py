@@ -6,7 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.serving.sampling.draw import SamplingBatch, TokenCounts, draw_tokens, has_penalties, token_logprobs
+from paceline.serving.sampling.draw import (
+    SamplingBatch,
+    TokenCounts,
+    draw_tokens,
+    has_penalties,
+    token_logprobs,
+    token_ranks,
+)
 from paceline.serving.sampling.request import SamplingParams
 
 
@@ -167,3 +174,8 @@ def test_logprobs_are_of_the_unprocessed_distribution():
     expected = logits.log_softmax(-1)
     assert torch.allclose(own, expected[torch.arange(3), torch.tensor([1, 2, 3])])
     assert torch.allclose(values, expected.gather(1, ids)) and ids.shape == (3, 4)
+
+
+def test_ranks_count_the_tokens_that_are_at_least_as_likely():
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, -3.0]]).repeat(5, 1)
+    assert token_ranks(logits, torch.arange(5)).tolist() == [4, 2, 3, 2, 5]
