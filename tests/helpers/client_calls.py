@@ -97,6 +97,11 @@ def _openai() -> Iterator[Call]:
     back = [*TALK, {"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "c1", "content": "ok"}]  # fmt: skip
     yield _chat(name, "results of calls sent back", tools=TOOLS, messages=back)
     yield _chat(name, "`functions` (before tools)", functions=[FUNCTION])
+    for field, value in (("content", None), ("refusal", "No."), ("reasoning_content", "Hm.")):
+        said = {"role": "assistant", "content": None, field: value}
+        yield _chat(name, f"an answer with `{field}: {json.dumps(value)}` sent back", messages=[*TALK, said, *TALK])
+    mixed = {"stop": [], "logprobs": False, "top_logprobs": 0, "stream_options": None}
+    yield _chat(name, "values that ask for nothing", **mixed)
     yield _chat(name, "message `name`", messages=[{"role": "user", "content": "hi", "name": "ann"}])
     yield _chat(name, "role `developer`", messages=[{"role": "developer", "content": "Be kind."}, *TALK])
     yield _chat(name, "content of text parts", messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}])
@@ -117,6 +122,8 @@ def _openai() -> Iterator[Call]:
     ask = {"model": "tiny", "input": "hi", "max_output_tokens": 4}
     for what, word, more in (
         ("`responses.create`", '"output"', {}), ("`responses`, stream", "response.output_text.delta", {"stream": True}),
+        ("`responses`, `store`, `truncation: auto`", '"output"', {"store": True, "truncation": "auto"}),
+        ("`responses`, `reasoning` items sent back", '"output"', {"input": [{"type": "reasoning", "id": "r", "summary": []}, *TALK]}),
         ("`responses`, `instructions`", '"output"', {"instructions": "Be kind."}),
         ("`responses.parse`", "city", {"text": {"format": {"type": "json_schema", "name": "trip", "schema": SCHEMA, "strict": True}}, "max_output_tokens": 400}),
         ("`responses`, tools", "function_call", {"tools": [{"type": "function", **FUNCTION}], "tool_choice": "required", "max_output_tokens": 400}),
@@ -133,6 +140,9 @@ def _others() -> Iterator[Call]:
     yield _chat("LangChain", "`stream`", "[DONE]", stream=True, stream_options={"include_usage": True})
     yield _text("LangChain", "`OpenAI.generate` of a list", '"index":1', prompt=["a", "b"], n=1, top_p=1)
     yield _chat("LiteLLM", "`hosted_vllm/` with `top_k`", top_k=20, stream=False)
+    mark = {"cache_control": {"type": "ephemeral"}}
+    marked = [{"role": "user", "content": [{"type": "text", "text": "hi", **mark}]}]
+    yield _chat("LiteLLM", "`cache_control`", messages=marked, tools=[{**TOOLS[0], **mark}])
     yield _chat("LiteLLM", "tools and a user", tools=TOOLS, tool_choice="auto", user="u")
     yield _chat("instructor", "default mode", '"tool_calls"', tools=TOOLS, tool_choice=NAMED, **MADE)
     object_ = {"type": "json_object", "schema": SCHEMA}
@@ -164,6 +174,10 @@ def _others() -> Iterator[Call]:
         ("priority", 3), ("chat_template_kwargs", {"a": 1}), ("return_token_ids", True), ("cache_salt", "s"),
     ):  # fmt: skip
         yield _chat(name, f"`{field}`", **{field: value})
+    mixed = {"top_k": -1, "kv_transfer_params": None, "echo": False, "spaces_between_special_tokens": True}
+    mixed |= {"structured_outputs": {"choice": ["Rom"], "whitespace_pattern": None, "disable_any_whitespace": False}}
+    yield _chat(name, "values that ask for nothing", add_special_tokens=False, **mixed)
+    yield _chat(name, "`min_tokens` with `stop`", min_tokens=2, stop=["x"])
     yield Call(
         client=name, what="`/tokenize`", path="/tokenize", body={"model": "tiny", "prompt": "hi"}, word='"tokens"'
     )
