@@ -1,7 +1,7 @@
 """Trace writer: finished traces reach the store without the engine ever waiting.
 
-A bounded queue and one thread. What does not fit is dropped and counted; a store that refuses loses the shard, is
-counted and never reaches the engine.
+A bounded queue and one thread. A store that fails is tried again with what comes meanwhile, as long as that is no more
+than the queue holds; what does not fit is dropped and counted. Nothing of it reaches the engine.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ class _Pending:
     since: float
     traces: list[RequestTrace] = field(default_factory=list)
     num_rows: int = 0
+    is_held: bool = False
+    """The store failed: they wait for another flush interval."""
 
 
 class TraceWriter:
@@ -125,12 +127,19 @@ class TraceWriter:
         now = self._clock.now()
         for key, pending in list(self._pending.items()):
             is_old = now - pending.since >= self._config.flush_interval_s
-            if not (everything or is_old or pending.num_rows >= self._config.shard_rows):
+            is_full = pending.num_rows >= self._config.shard_rows and not pending.is_held
+            if not (everything or is_old or is_full):
                 continue
             del self._pending[key]
             try:
                 self._store.write_shard(pending.traces, key[0])
             except (TraceError, OSError) as e:
+                num_held = sum(len(p.traces) for p in self._pending.values() if p.is_held) + len(pending.traces)
+                if isinstance(e, OSError) and not everything and num_held <= self._config.max_pending:
+                    pending.since, pending.is_held = now, True
+                    self._pending[key] = pending
+                    log.info("trace shard of bucket %s waits: %s", key[0], e)
+                    continue
                 log.warning("trace shard of bucket %s lost: %s", key[0], e)
                 self._count("shards_failed", 1)
                 self._count("traces_dropped", len(pending.traces))

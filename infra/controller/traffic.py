@@ -128,17 +128,13 @@ class TrafficStats(msgspec.Struct, kw_only=True):
         """The cells that a span counts in; they are not kept where it is older than all tiers."""
         newest = max(number, self.bins[-1][0]) if self.bins else number
         start, _ = _place(number, newest)
-        for n, cells in reversed(self.bins):
-            if n == start:
-                self.touched.add(n)
-                return cells
-            if n < start:
-                break
-        cells: dict[str, dict[str, GroupTotals]] = {}
-        self.bins = sorted([*self.bins, (start, cells)], key=lambda b: b[0])
+        found = next((cells for n, cells in reversed(self.bins) if n == start), None)
         self.touched.add(start)
-        self._merge_old()
-        return cells
+        if found is None:
+            found = {}
+            self.bins = sorted([*self.bins, (start, found)], key=lambda b: b[0])
+            self._merge_old()
+        return found
 
     def _merge_old(self) -> None:
         """Make the bins as wide as those of their age are."""

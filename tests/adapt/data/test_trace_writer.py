@@ -112,6 +112,31 @@ def test_a_store_that_refuses_is_counted_and_the_writer_goes_on(tmp_path):
     assert (counts["shards_failed"], counts["traces_dropped"], counts["traces_written"]) == (1, 1, 1)
 
 
+def test_a_store_that_fails_for_a_while_loses_no_trace_that_the_queue_would_hold(tmp_path):
+    store = GatedStore(tmp_path)
+    store.error = OSError("away")
+    writer = TraceWriter(store, TraceConfig(flush_interval_s=0.05, max_pending=5, shard_rows=1))
+    for i in range(3):
+        writer.record_trace(make_trace(f"a{i}"))
+        until(lambda: store.entered.is_set())
+        store.entered.clear()
+    until(lambda: store.entered.is_set())
+    assert writer.counters()["traces_dropped"] == 0
+    store.error = None
+    until(lambda: writer.counters()["traces_written"] == 3)
+    store.error = OSError("away")
+    for i in range(20):
+        writer.record_trace(make_trace(f"b{i}"))
+        until(lambda: writer.counters()["traces_waiting"] == 0)
+    until(lambda: writer.counters()["traces_dropped"] >= 15)
+    store.error = None
+    writer.close()
+    counts = writer.counters()
+    assert counts["traces_written"] + counts["traces_dropped"] == 23 and counts["traces_dropped"] <= 20
+    kept = {t.request_id for s in store.list_shards() for t in store.read_shard(s.shard_id)}
+    assert {"a0", "a1", "a2"} <= kept and len(kept) == counts["traces_written"]
+
+
 def test_share_samples_by_request_id(tmp_path):
     store = TraceStore(tmp_path)
     writer = TraceWriter(store, TraceConfig(share=0.3, flush_interval_s=60, max_pending=1000))
