@@ -1,4 +1,4 @@
-"""Calls of clients: some ninety requests as clients send them, what each must come to, and the page that says so.
+"""Calls of clients: some hundred requests as clients send them, what each must come to, and the page that says so.
 
 `python tests/helpers/client_calls.py` asks a tiny engine all of them and writes docs/api/clients.md.
 """
@@ -118,7 +118,7 @@ def _openai() -> Iterator[Call]:
     long = [{"role": "user", "content": "x" * 9000}]
     yield _chat(name, "context overflow by its code", "context_length_exceeded", 400, messages=long)
     yield _chat(name, "an alias of the model", model="gpt-4o-mini")
-    yield _chat(name, "an unknown model, refused", "not_found", 404, model="other")
+    yield _chat(name, "an unknown model, refused", "model_not_found", 404, model="other")
     ask = {"model": "tiny", "input": "hi", "max_output_tokens": 4}
     for what, word, more in (
         ("`responses.create`", '"output"', {}), ("`responses`, stream", "response.output_text.delta", {"stream": True}),

@@ -86,7 +86,7 @@ def test_several_choices_are_one_line(real: tuple, lines: Lines) -> None:
     ("fields", "status", "error"),
     [
         ({"temperature": -1}, 400, "invalid_request_error"),
-        ({"model": "gpt"}, 404, "not_found"),
+        ({"model": "gpt"}, 404, "model_not_found"),
         ({"prompt": [], "model": None}, 400, "invalid_request_error"),
     ],
 )

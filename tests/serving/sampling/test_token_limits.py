@@ -106,7 +106,6 @@ def test_a_limit_acts_at_its_positions_alone_and_leaves_other_rows_and_the_logit
         {"allowed_token_ids": (EOS_ID,), "min_tokens": 1},
         {"min_tokens": -1},
         {"min_tokens": 31},
-        {"min_tokens": 1, "stop": ("a",)},
         {"min_tokens": 1, "grammar": GrammarSpec(kind="json_object")},
         {"allowed_token_ids": (5,), "grammar": GrammarSpec(kind="json_object")},
     ],
