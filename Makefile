@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 VLLM_VENV ?= .venv-vllm
 VLLM_VERSION := 0.32.0
+CLIENTS_VENV ?= .venv-clients
+TORCH_VERSION := $(shell sed -n "s/^torch==//p" constraints.txt)
 RAY_VERSION := $(shell sed -n "s/^ray==//p" constraints.txt)
 PY := $(VENV)/bin/python
 ARGS ?=
@@ -12,13 +14,14 @@ WORKERS ?= 3
 export RAY_USAGE_STATS_ENABLED ?= 0
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: chat demo test test-vllm serve fuzz lint package clean help
+.PHONY: chat demo test test-vllm test-clients serve fuzz lint package clean help
 
 help:
 	@echo "make chat  [ARGS='--port N']            talk to a small real model in the browser and see what is drafted"
 	@echo "make demo  [ARGS='--json F --html F']  the whole loop on this computer, about 7 minutes"
 	@echo "make test  [ARGS='-k name'] [WORKERS=3] every test that needs no GPU"
 	@echo "make test-vllm [VLLM_VENV=DIR]         drafters and the plugin in a real vLLM on the CPU (4 GB, installed once; 25 minutes)"
+	@echo "make test-clients                      LangChain, LiteLLM, instructor, OpenAI's agents against the API (1 GB, 3 minutes)"
 	@echo "make serve [ARGS='--model DIR']        OpenAI-compatible server in the foreground"
 	@echo "make fuzz URL=http://127.0.0.1:8000 [ARGS='--seed N'] a million requests that nobody should send, for a night"
 	@echo "make lint                              ruff and mypy"
@@ -59,6 +62,16 @@ $(VLLM_VENV)/.ready: Makefile constraints.txt
 
 test-vllm: $(VENV)/.ready $(VLLM_VENV)/.ready
 	PACELINE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(PY) -m pytest tests/e2e -m vllm -v $(ARGS)
+
+# Their own environment: they pin older versions of what the tests are pinned to.
+$(CLIENTS_VENV)/.ready: pyproject.toml Makefile
+	$(PYTHON) -m venv $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "setuptools>=77" wheel "torch==$(TORCH_VERSION)"
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[embedded,test]" langchain-openai litellm instructor mcp openai-agents
+	@touch $@
+
+test-clients: $(CLIENTS_VENV)/.ready
+	$(CLIENTS_VENV)/bin/python -m pytest tests/serving/api/test_clients.py -v $(ARGS)
 
 serve: $(VENV)/.ready
 	$(VENV)/bin/paceline serve $(ARGS)

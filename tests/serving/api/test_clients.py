@@ -1,6 +1,6 @@
 """Client libraries against a real engine: what their users call first. A library that is not installed is skipped.
 
-`pip install langchain-openai litellm mcp instructor`, then `pytest -m slow tests/serving/api/test_clients.py`.
+`make test-clients` has all of them, in an environment of its own: they pin older versions than the other tests use.
 """
 
 from __future__ import annotations
@@ -177,3 +177,39 @@ def test_instructor(url: str) -> None:
     assert isinstance(instructor.from_openai(client).chat.completions.create(**ask), Trip)
     by_schema = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
     assert isinstance(by_schema.chat.completions.create(**ask), Trip)
+
+
+@pytest.mark.parametrize("model_of", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
+def test_openai_agents(url: str, model_of: str) -> None:
+    agents = pytest.importorskip("agents")
+    agents.set_tracing_disabled(True)
+    booked: list[str] = []
+
+    @agents.function_tool
+    def book(city: Literal["Rom", "Zürich"]) -> str:
+        """Book a trip."""
+        booked.append(city)
+        return f"booked {city}"
+
+    async def talk() -> None:
+        async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
+            ask = {
+                "name": "travel",
+                "model": getattr(agents, model_of)(model="tiny", openai_client=client),
+                "instructions": "Be kind.",
+            }
+            forced = agents.ModelSettings(tool_choice="required", parallel_tool_calls=False, max_tokens=800)
+            agent = agents.Agent(tools=[book], model_settings=forced, tool_use_behavior="stop_on_first_tool", **ask)
+            found = await agents.Runner.run(agent, "hi", max_turns=2)
+            assert found.final_output == f"booked {booked[0]}"
+            after = agents.ModelSettings(extra_body={"structured_outputs": {"choice": ["fine"]}})
+            agent = agents.Agent(model_settings=after, **ask)
+            again = await agents.Runner.run(agent, [*found.to_input_list(), *ASK], max_turns=1)
+            assert again.final_output == "fine"
+            stream = agents.Runner.run_streamed(agent, "hi", max_turns=1)
+            assert "raw_response_event" in {event.type async for event in stream.stream_events()}
+            assert stream.final_output == "fine"
+            typed = agents.Agent(output_type=Trip, model_settings=agents.ModelSettings(max_tokens=800), **ask)
+            assert isinstance((await agents.Runner.run(typed, "hi", max_turns=1)).final_output, Trip)
+
+    asyncio.run(talk())
