@@ -4,7 +4,6 @@ VENV := .venv
 VLLM_VENV ?= .venv-vllm
 VLLM_VERSION := 0.32.0
 CLIENTS_VENV ?= .venv-clients
-TORCH_VERSION := $(shell sed -n "s/^torch==//p" constraints.txt)
 RAY_VERSION := $(shell sed -n "s/^ray==//p" constraints.txt)
 PY := $(VENV)/bin/python
 ARGS ?=
@@ -64,10 +63,11 @@ test-vllm: $(VENV)/.ready $(VLLM_VENV)/.ready
 	PACELINE_VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(PY) -m pytest tests/e2e -m vllm -v $(ARGS)
 
 # Their own environment: they pin older versions of what the tests are pinned to.
-$(CLIENTS_VENV)/.ready: pyproject.toml Makefile
+$(CLIENTS_VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CLIENTS_VENV)
-	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "setuptools>=77" wheel "torch==$(TORCH_VERSION)"
-	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --editable ".[embedded,test]" langchain-openai litellm instructor mcp openai-agents
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "setuptools>=77" wheel
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable ".[embedded,test]"
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check langchain-openai litellm instructor mcp openai-agents
 	@touch $@
 
 test-clients: $(CLIENTS_VENV)/.ready
