@@ -13,7 +13,7 @@ from typing import Literal
 
 import openai
 import pytest
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from tests.helpers.api_server import serve_engine
 from tests.helpers.fakes import CHAT_TEMPLATE, tiny_target
@@ -26,6 +26,7 @@ LONG = "x" * 4000
 class Trip(BaseModel):
     """Book a trip."""
 
+    model_config = ConfigDict(extra="forbid")  # or a schema allows more keys, and a toy writes them without end
     city: Literal["Rom", "Zürich"]
     is_direct: bool
 
