@@ -43,6 +43,7 @@ from paceline.config import (
 )
 from paceline.errors import ConfigError, PacelineError
 from paceline.infra.controller.actor import NAMESPACE, stop_controller
+from paceline.infra.replica.serve_clock import CONTROLLER_CALLBACK, CONTROLLER_VARIABLE
 from paceline.infra.replica.span_target import SpanTarget
 from paceline.infra.service.claim import application_name, check_claim
 from paceline.infra.service.deployment import DeploymentLimits, bind_replicas, replica_values
@@ -337,6 +338,7 @@ def start_ray(config: ServiceConfig) -> bool:
     # and the trainer, which is nicer by itself, would get a third of a core that a replica needs
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault(PROXY_VARIABLE, PROXY_CALLBACK)
+    os.environ.setdefault(CONTROLLER_VARIABLE, CONTROLLER_CALLBACK)
     # on a busy computer a proxy takes longer to start than Serve's 5 s, and Serve would kill it for that
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
     # Serve replaces a proxy after three failed looks, and nobody is served meanwhile: a dead one fails each at once, one
