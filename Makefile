@@ -26,7 +26,7 @@ help:
 	@echo "make lint                              ruff and mypy"
 
 $(VENV)/.ready: pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
-	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 13) else "Paceline needs Python 3.11, 3.12 or 3.13; set PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 14) else "Paceline needs Python 3.11 to 3.14; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "setuptools>=77" wheel
 	@command -v c++ >/dev/null || command -v clang++ >/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt ziglang

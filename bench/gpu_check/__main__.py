@@ -19,7 +19,7 @@ Every stage has a process and a part of the budget of its own; one that fails, h
 what it had, and the next one runs. After each stage DIR/{summary} is replaced whole: it holds everything,
 so that one file has to be brought home. Exit code 1: a stage did not end well.
 
-Needed on the machine: Python 3.11 to 3.13, torch with CUDA, triton, transformers, numpy, safetensors and what these
+Needed on the machine: Python 3.11 to 3.14, torch with CUDA, triton, transformers, numpy, safetensors and what these
 depend on; of the checkout everything but .git. What else is missing is said by the stage `machine`; carry it as
 wheels for that machine's Python, in one folder (--wheels; nothing is fetched):
   pip download --only-binary=:all: --python-version 3.12 --platform manylinux2014_x86_64 -d wheels msgspec pydantic

@@ -379,7 +379,7 @@ def join_ranks(rank: int, settings: RankSettings, others: Sequence[Any] = ()) ->
     Raises: ConfigError when the machine's accelerator is not the configured device, or there are fewer than ranks; RankError
     when another rank ends before all have joined. One that ends later is missed by the first collective.
     """
-    found = torch.accelerator.current_accelerator()
+    found = torch.accelerator.current_accelerator(check_available=True)
     kind = "cpu" if found is None else found.type
     if kind != settings.device:
         raise ConfigError(f"engine.tensor_parallel > 1 must run on this machine's {kind}, got device {settings.device}")
