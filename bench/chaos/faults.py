@@ -37,6 +37,8 @@ FILL_BYTES = 2**20
 FLOOD, FLOOD_TOKENS = 64, 8
 NUM_FUZZ = 40
 NUM_LEAVING, NUM_MUTE = 6, 4
+STEP_S = 61 * 60.0
+"""Largest step of the clock: an hour, as where somebody sets the wrong zone, and behind what is kept for an hour."""
 ORDER_S = 60.0
 """Longest time until a training job can be ordered and its process is there; a service without fresh traces has none."""
 
@@ -89,7 +91,7 @@ class Fault:
     breaks: str = ""
     """Kind of process whose answers end with it."""
     needs: str = ""
-    """Kind of process that not every service has."""
+    """What not every service has: a kind of process, or a clock."""
 
 
 # ---- processes --------------------------------------------------------------------------------------------------------
@@ -161,6 +163,25 @@ def order_training(around: Surroundings) -> str:
             place.check()
         time.sleep(1.0)
     raise CannotStrike(f"no training job could be ordered: {said}")
+
+
+def clock_step(around: Surroundings) -> Blow:
+    """Let the wall clock of all processes jump by up to 61 minutes, either way, and back some seconds later."""
+    place, clock = around.place, around.place.clock
+    if clock is None:
+        raise CannotStrike("the service runs by the computer's clock")
+    processes = [*place.processes(*place.expected()), *place.processes("redis")]
+    if strays := [p for p in processes if not clock.is_of(p)]:
+        return Blow(problems=[f"processes {', '.join(p.name() for p in strays)} run by the computer's clock"])
+    before = place.kept_files()
+    shift_s = around.rng.choice((-1.0, 1.0)) * around.rng.uniform(1.0, STEP_S)
+    try:
+        clock.step(shift_s)
+        _hold(around, 2.0, 8.0)
+    finally:
+        clock.step(0.0)
+    lost = sorted(path.name for path in before if not path.exists())
+    return Blow(note=f"{shift_s:+.0f} s", problems=[f"files were deleted: {', '.join(lost)}"] if lost else [])
 
 
 # ---- Redis ------------------------------------------------------------------------------------------------------------
@@ -462,10 +483,10 @@ def clients_fuzz(around: Surroundings) -> Blow:
 
 # ---- the table --------------------------------------------------------------------------------------------------------
 def _faults() -> Iterator[Fault]:
-    for kind in ("replica", "controller", "redis", "ingress"):
+    for kind in ("replica", "controller", "redis", "proxy", "ingress"):
         yield Fault(
             name=f"{kind}-kill", what=f"kill -9 of a process of kind {kind}", seen="another process has its place",
-            strike=killing(kind), breaks=kind if kind in ("replica", "ingress") else "",
+            strike=killing(kind), breaks=kind if kind in ("replica", "proxy", "ingress") else "",
             needs=kind if kind == "ingress" else "",
         )  # fmt: skip
         yield Fault(
@@ -475,6 +496,7 @@ def _faults() -> Iterator[Fault]:
     yield Fault(name="trainer-kill", what="kill -9 of the trainer", seen="its job has ended", strike=in_training(killing("trainer")))  # fmt: skip
     yield Fault(name="trainer-stop", what="SIGSTOP of the trainer for seconds, then SIGCONT", seen="its job has ended", strike=in_training(stopping("trainer")))  # fmt: skip
     rows: tuple[tuple[str, str, Strike], ...] = (
+        ("clock-step", "the service is whole", clock_step),
         ("redis-away", "the service is whole", redis_away),
         ("redis-wiped", "the desired state is back", redis_wiped),
         ("redis-wiped-controller-kill", "another controller has its place", redis_wiped_and_controller_killed),
@@ -499,7 +521,8 @@ def _faults() -> Iterator[Fault]:
     )
     for name, seen, strike in rows:
         what = (strike.__doc__ or "").split("\n")[0].rstrip(".")
-        yield Fault(name=name, what=what[0].lower() + what[1:], seen=seen, strike=strike)
+        needs = "clock" if strike is clock_step else ""
+        yield Fault(name=name, what=what[0].lower() + what[1:], seen=seen, strike=strike, needs=needs)
 
 
 FAULTS: dict[str, Fault] = {fault.name: fault for fault in _faults()}

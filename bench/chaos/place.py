@@ -15,6 +15,7 @@ import httpx
 import psutil
 
 from paceline.bench.chaos.checks import ledger_problems
+from paceline.bench.chaos.clock import SteppedClock
 from paceline.bench.chaos.drafters import Publisher, nudged
 from paceline.bench.chaos.load import wait_for
 from paceline.config import ServiceConfig
@@ -30,6 +31,7 @@ from paceline.infra.state.redis_server import EmbeddedRedis
 PROCESSES = {
     "replica": "ray::ServeReplica:{application}:engine",
     "ingress": "ray::ServeReplica:{application}:ingress",
+    "proxy": "ray::ProxyActor",
     "controller": "ray::ControllerActor",
     "trainer": "ray::train_task",
 }
@@ -51,9 +53,11 @@ _SOUND = 2
 class Place:
     """A running service that may be struck; a context manager. Restarts go on with the same data."""
 
-    def __init__(self, config: ServiceConfig, *, check: Callable[[], None] | None = None) -> None:
-        """check: called while something is waited for; may raise."""
-        self._given, self.check = config, check
+    def __init__(
+        self, config: ServiceConfig, *, check: Callable[[], None] | None = None, clock: SteppedClock | None = None
+    ) -> None:
+        """check: called while something is waited for; may raise. clock: that its processes shall have."""
+        self._given, self.check, self.clock = config, check, clock
         self.http = httpx.Client(timeout=10, limits=httpx.Limits(max_keepalive_connections=0))
         self.keys = Keys(config.model_name)
         self.paths = StorePaths.of(config)
@@ -72,11 +76,18 @@ class Place:
 
         Raises: PacelineError.
         """
-        self.redis = EmbeddedRedis(self._given.data_dir, max_memory_mb=REDIS_MB).start()
+        if self.clock is not None:
+            self.clock.enter()
+        try:
+            self.redis = EmbeddedRedis(self._given.data_dir, max_memory_mb=REDIS_MB).start()
+        except BaseException:
+            self._leave_clock()
+            raise
         try:
             self.service: Service = run_service(dataclasses.replace(self._given, redis_url=self.redis.url))
         except BaseException:
             self.redis.stop()
+            self._leave_clock()
             raise
         try:
             self.client: Any = patient_client(self.redis.url)
@@ -93,6 +104,11 @@ class Place:
             _send(process, "resume")
         stop_service(self.service)
         self.redis.stop()
+        self._leave_clock()
+
+    def _leave_clock(self) -> None:
+        if self.clock is not None:
+            self.clock.leave()
 
     def _wait_whole(self) -> None:
         wait_for(lambda: not self.ills(), "a whole service", START_S, check=self.check)
@@ -209,7 +225,7 @@ class Place:
     def expected(self) -> dict[str, int]:
         """Kind of process -> how many there should be."""
         config = self._given
-        found = {"replica": config.num_replicas, "controller": 1}
+        found = {"replica": config.num_replicas, "proxy": 1, "controller": 1}
         return {**found, "ingress": config.ingress.num_replicas} if config.resume else found
 
     def processes(self, *kinds: str) -> list[psutil.Process]:
@@ -238,6 +254,14 @@ class Place:
 
     def trace_files(self) -> list[Path]:
         return sorted(Path(self.paths.traces).rglob("*.safetensors"))
+
+    def kept_files(self) -> set[Path]:
+        """Files that there is no reason to delete: versions that may be asked for, and traces that are far from their limit."""
+        versions = [self.publisher.first, *self.sound]
+        found = {path for v in versions for path in (self.publisher.manifest_path(v), self.publisher.blob(v))}
+        traces = self.trace_files()
+        num_bytes = sum(path.stat().st_size for path in traces)
+        return found | set(traces) if num_bytes < self._given.trace.max_bytes / 2 else found
 
     @contextmanager
     def stopped(self, processes: Sequence[psutil.Process]) -> Iterator[None]:

@@ -19,6 +19,7 @@ import msgspec
 from rich.console import Console
 
 from paceline.bench.chaos.checks import LEDGER, Questions, answer_problems, plain_questions
+from paceline.bench.chaos.clock import SteppedClock, why_no_clock
 from paceline.bench.chaos.faults import FAULTS, Blow, CannotStrike, Fault, Surroundings
 from paceline.bench.chaos.load import Answer, Load, send, wait_for
 from paceline.bench.chaos.place import Place
@@ -45,12 +46,12 @@ MODEL_NAME = "chaos"
 @record()
 class ChaosOptions:
     """Starts a service on this computer, keeps greedy requests in flight, and lets faults happen to it one after the other: kill -9
-    and SIGSTOP of every kind of process, Redis away, wiped, full or slow, a full disk, damaged weights, traces and state, drafters
-    that are poisoned or worthless, clients that vanish, never read, flood or send rubbish (docs/api/chaos.md has the table).
+    and SIGSTOP of every kind of process, steps of the clock, Redis away, wiped, full or slow, a full disk, damaged weights, traces
+    and state, drafters that are poisoned or worthless, clients that vanish, never read, flood or send rubbish (docs/api/chaos.md has the table).
 
     After each fault all must be as before, by itself: every process is back, replicas run the desired version, engines hold
-    nothing, the ledger adds up. Every answer must be what the target alone decodes in fp32; those of a killed replica may break
-    off, by an explicit error. With --resume-answers they may not either. The schedule follows from --seed. Exit code 1
+    nothing, the ledger adds up. Every answer must be what the target alone decodes in fp32; those of a killed replica or proxy
+    may break off, by an explicit error. With --resume-answers those of a replica may not either. The schedule follows from --seed. Exit code 1
     when something did not hold; the report says after which fault, and the command that repeats it alone.
 
     Examples: paceline bench chaos. paceline bench chaos --faults 1000 --seed 7 --resume ~/chaos --json chaos.json --html chaos.html.
@@ -110,12 +111,29 @@ class ChaosOptions:
                 f"drafter must have weights, which faults can damage, got {self.drafter!r}; try 'bundled'"
             )
         if self.drawn() == ():
-            raise ConfigError(f"kinds must name a fault that can happen here ({', '.join(self.kinds)} need --resume-answers)")  # fmt: skip
+            raise ConfigError(f"kinds must name a fault that can happen here: {'; '.join(self.left_out())}")
 
     def drawn(self) -> tuple[str, ...]:
         """Names of the faults that may happen."""
-        there = [f.name for f in FAULTS.values() if f.needs != "ingress" or self.is_resuming_answers]
-        return tuple(name for name in there if not self.kinds or name in self.kinds)
+        lacks = self._lacks()
+        return tuple(f.name for f in FAULTS.values() if f.needs not in lacks and self._is_wanted(f))
+
+    def left_out(self) -> list[str]:
+        """Faults that were asked for and cannot happen here, with what they need; what --resume-answers adds is no news."""
+        lacks = self._lacks()
+        return [
+            f"{f.name} {lacks[f.needs]}" for f in FAULTS.values()
+            if f.needs in lacks and self._is_wanted(f) and (self.kinds or f.needs != "ingress")
+        ]  # fmt: skip
+
+    def _lacks(self) -> dict[str, str]:
+        """What faults may need and this run has not -> what it takes."""
+        found = {} if self.is_resuming_answers else {"ingress": "needs --resume-answers"}
+        why = why_no_clock()
+        return found if why is None else {**found, "clock": f"needs a clock that can be stepped: {why}"}
+
+    def _is_wanted(self, fault: Fault) -> bool:
+        return not self.kinds or fault.name in self.kinds
 
     def again(self, number: int) -> str:
         """The command that has one fault of the schedule by itself."""
@@ -158,6 +176,8 @@ def run_chaos(options: ChaosOptions, console: Console) -> dict[str, Any]:
             options.resume.mkdir(parents=True, exist_ok=True)
         folder = options.resume or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-chaos-")))
         journal = Journal(options.resume, _settings(options))
+        for text in options.left_out():
+            console.print(f"left out: {text}", markup=False, soft_wrap=True)
         plan = list(enumerate(schedule(options.seed, options.drawn(), options.skip + options.num_faults)))[
             options.skip :
         ]
@@ -208,7 +228,9 @@ def _strike_all(
     with console.status("decoding the prompts plainly, then starting a service (about a minute)"):
         questions = bundled_questions(options)
         data = options.disk or folder / "data"
-        place = Place(options.service(data), check=signals.check)
+        has_clock = any(FAULTS[name].needs == "clock" for _, name in plan)
+        clock = SteppedClock(folder / "clock") if has_clock else None
+        place = Place(options.service(data), check=signals.check, clock=clock)
         place.start()
     try:
         with progress(console, "faults", options.num_faults) as bar:
@@ -330,4 +352,5 @@ class FaultRun:
         dies = self.fault.breaks
         if not dies or (dies == "replica" and self.options.is_resuming_answers):
             return False
-        return answer.began_s <= struck + GRACE_S
+        # without its only proxy a service has nobody who would take a connection
+        return answer.began_s <= struck + GRACE_S or (dies == "proxy" and answer.status == 0)

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from paceline.bench.chaos import run as run_module
 from paceline.bench.chaos.faults import FAULTS
-from paceline.bench.chaos.run import ChaosOptions, set_aside
+from paceline.bench.chaos.load import Answer
+from paceline.bench.chaos.run import ChaosOptions, FaultRun, set_aside
 from paceline.bench.chaos.schedule import JOURNAL, Journal, Outcome, fault_rng, schedule
 from paceline.errors import ConfigError
 
@@ -70,13 +72,22 @@ def test_a_run_without_a_folder_keeps_its_journal_in_memory():
     assert journal.done == [outcome(0)]
 
 
-def test_an_unknown_fault_or_one_that_cannot_happen_is_refused_with_those_that_can():
+def test_an_unknown_fault_or_one_that_cannot_happen_is_refused_with_those_that_can(monkeypatch):
     with pytest.raises(ConfigError, match=r"kinds must be among replica-kill, .*, got 'earthquake'"):
         ChaosOptions(kinds=("earthquake",))
-    with pytest.raises(ConfigError, match="need --resume-answers"):
+    with pytest.raises(ConfigError, match="ingress-kill needs --resume-answers"):
         ChaosOptions(kinds=("ingress-kill",))
     assert ChaosOptions(kinds=("ingress-kill",), is_resuming_answers=True).drawn() == ("ingress-kill",)
+    monkeypatch.setattr(run_module, "why_no_clock", lambda: None)
     assert set(FAULTS) - set(ChaosOptions().drawn()) == {"ingress-kill", "ingress-stop"}
+    assert ChaosOptions().left_out() == []
+    monkeypatch.setattr(run_module, "why_no_clock", lambda: "no C++ compiler was found: install g++")
+    assert set(FAULTS) - set(ChaosOptions(is_resuming_answers=True).drawn()) == {"clock-step"}
+    assert ChaosOptions().left_out() == [
+        "clock-step needs a clock that can be stepped: no C++ compiler was found: install g++"
+    ]
+    with pytest.raises(ConfigError, match=r"clock-step needs a clock .* install g"):
+        ChaosOptions(kinds=("clock-step",))
     with pytest.raises(ConfigError, match="drafter must have weights"):
         ChaosOptions(drafter="lookup")
 
@@ -103,3 +114,20 @@ def test_data_with_a_wrong_ledger_are_kept_and_what_follows_begins_without_any(t
     assert [p.name for p in data.iterdir()] == ["lost+found"], "a folder of the file system"
     assert (aside / "redis" / "appendonly.aof").read_text() == "redis/appendonly.aof"
     assert (aside / "services" / "chaos" / "decisions.jsonl").is_file()
+
+
+def answer(began_s: float, status: int) -> Answer:
+    return Answer(question=0, num_wanted=8, is_stream=True, began_s=began_s, status=status, error="ConnectError")
+
+
+def fault_run(name: str, **options) -> FaultRun:
+    return FaultRun(ChaosOptions(**options), None, None, 0, FAULTS[name])
+
+
+@pytest.mark.parametrize("is_resuming", [False, True])
+def test_without_its_proxy_a_service_takes_no_connection_but_whom_it_answers_it_answers_in_full(is_resuming):
+    run = fault_run("proxy-kill", is_resuming_answers=is_resuming)
+    assert run._may_break(answer(9.0, 200), 10.0) and run._may_break(answer(40.0, 0), 10.0)
+    assert not run._may_break(answer(40.0, 200), 10.0) and not run._may_break(answer(40.0, 503), 10.0)
+    assert not fault_run("proxy-stop")._may_break(answer(9.0, 200), 10.0)
+    assert not fault_run("replica-kill")._may_break(answer(40.0, 0), 10.0)
