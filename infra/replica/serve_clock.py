@@ -35,5 +35,5 @@ def carry_time_on() -> None:
     from ray.serve._private import deployment_state
 
     carried = CarriedTime()
-    Timer.time = lambda _: carried.time()
-    deployment_state.time = carried
+    Timer.time = lambda _: carried.time()  # type: ignore[method-assign, assignment]
+    deployment_state.time = carried  # type: ignore[assignment]

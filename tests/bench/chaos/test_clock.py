@@ -42,12 +42,13 @@ def test_a_step_moves_the_time_of_day_both_ways_and_back_and_nothing_else(clock)
     with subprocess.Popen(
         [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
+        ask(child)  # it has loaded what it loads
         assert clock.is_of(psutil.Process(child.pid)) and not clock.is_of(psutil.Process())
         for shift_s in (0.0, 3660.0, -3660.0, 0.5, 0.0):
             clock.step(shift_s)
             wall, steady, waited = ask(child)
             assert wall == pytest.approx(shift_s, abs=20.0)
-        XX
+            assert steady == pytest.approx(0.0, abs=20.0) and 0.09 < waited < 20.0
         child.stdin.close()
 
 
