@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import ray
@@ -36,6 +37,16 @@ def test_every_source_of_the_build_exists_and_none_is_missing() -> None:
 
 def test_ray_is_the_same_in_base_pip_and_here() -> None:
     assert set(re.findall(r"\bray(?:\[[a-z,]*\]==|:)(\d+\.\d+\.\d+)", FILE)) == {ray.__version__}
+
+
+def test_image_and_cluster_have_what_the_configuration_may_ask_for() -> None:
+    """Stores in s3, a collector of traces and, where no Redis is named, one of the service's own."""
+    (image,) = re.findall(r'"/opt/paceline\[([a-z0-9,]+)\]"', FILE)
+    (setup,) = yaml.safe_load((ROOT / "ray_cluster.yaml").read_text(encoding="utf-8"))["setup_commands"]
+    (cluster,) = re.findall(r'"\$HOME/paceline-source\[([a-z0-9,]+)\]"', setup)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert {"embedded", "otel", "s3"} == set(image.split(",")) <= set(extras)
+    assert {"otel", "s3"} == set(cluster.split(",")), "a cluster's Redis is named"
 
 
 def test_commands_are_commands_of_the_program() -> None:

@@ -193,7 +193,7 @@ def test_cluster_has_head_replicas_and_trainers_and_its_own_setup() -> None:
     assert {t.get("labels", {}).get("paceline/role") for t in types.values()} == {None, "serve", "train"}
     assert values["setup_commands"], "without it Ray installs a nightly build of itself"
     assert values["setup_commands"] == [
-        'pip install -c ~/paceline-source/constraints.txt ~/paceline-source "ray[default,serve]==2.60.0"'
+        'pip install -c ~/paceline-source/constraints.txt "$HOME/paceline-source[otel,s3]" "ray[default,serve]==2.60.0"'
     ]
     slot = load(SERVICE)["applications"][0]["deployments"][0]["ray_actor_options"]["resources"]
     assert set(slot) <= set(types["serve_gpu"]["resources"])
@@ -277,3 +277,5 @@ def test_the_mounted_files_are_enough_to_install_the_package(tmp_path: Path) -> 
         package = "paceline" if folder == "paceline" else f"paceline/{folder}"
         assert {f"{package}/{p.name}" for p in (ROOT / folder).glob("*.py")} <= names
     assert "paceline/infra/service.yaml" in names
+    if shutil.which("c++"):
+        assert "paceline/kernels/cpu/libround.so" in names, "the compiled round comes of setup.py"
