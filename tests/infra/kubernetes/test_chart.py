@@ -13,6 +13,7 @@ import yaml
 from paceline import __version__
 from paceline.config import ServiceConfig
 from paceline.records import build as build_record
+from tests.helpers.kubernetes import SERVE_SETTINGS, environments, faults, groups_of
 
 CHART = Path(__file__).resolve().parents[3] / "infra" / "kubernetes"
 HELM = shutil.which("helm")
@@ -48,7 +49,7 @@ def key(manifest: dict[str, Any]) -> tuple[str, str]:
 
 
 def service_of(manifests: list[dict[str, Any]]) -> dict[str, Any]:
-    return next(m for m in manifests if m["kind"] == "RayService")["spec"]
+    return next(m for m in manifests if m["kind"] == "RayService")
 
 
 def test_the_chart_has_the_packages_version_and_every_value_is_used() -> None:
@@ -73,7 +74,7 @@ def test_values_change_what_they_name_and_nothing_else(tmp_path: Path) -> None:
         "service": {"num_replicas": 2, "engine": {"max_running": 16}}, "deployment": {"max_queued_requests": 7},
         "patches": {"storage": {"spec": {"storageClassName": "efs"}}},
     })  # fmt: skip
-    spec, before = service_of(changed), service_of(plain())
+    spec, before = service_of(changed)["spec"], service_of(plain())["spec"]
     cluster = spec["rayClusterConfig"]
     pods = [cluster["headGroupSpec"]["template"]["spec"], *(g["template"]["spec"] for g in cluster["workerGroupSpecs"])]
     assert {p["containers"][0]["image"] for p in pods} == {"registry/paceline:1"}
@@ -93,6 +94,19 @@ def test_values_change_what_they_name_and_nothing_else(tmp_path: Path) -> None:
     (claim,) = [m for m in changed if m["kind"] == "PersistentVolumeClaim"]
     assert claim["spec"]["storageClassName"] == "efs" and claim["spec"]["accessModes"] == ["ReadWriteMany"]
     assert "groupName" not in cluster["headGroupSpec"]
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    "values", [{}, {"image": "registry/paceline:1", "groups": {"serve": {"replicas": 2}}, "resources": {"train": {"limits": {"memory": "8Gi"}}}}]
+)  # fmt: skip
+def test_what_the_chart_prints_fits_kubernetes_and_every_ray_has_its_settings(tmp_path: Path, values: dict) -> None:
+    rendered = render(tmp_path, values)
+    assert [x for manifest in rendered for x in faults(manifest)] == []
+    service, before = service_of(rendered), groups_of(service_of(plain()))
+    assert environments(service) == dict.fromkeys(before, SERVE_SETTINGS)
+    labels = {name: group.get("labels") for name, group in groups_of(service).items()}
+    assert labels == {name: group.get("labels") for name, group in before.items()}
 
 
 @needs_helm

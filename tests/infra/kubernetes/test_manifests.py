@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 import ray
 import yaml
+from ray.autoscaler._private.kuberay import autoscaling_config
 from ray.dashboard.modules.reporter import healthz_agent
 from ray.serve.schema import ServeDeploySchema
 
 from paceline.adapt.online.task import task_options
 from paceline.config import VARIABLES, ServiceConfig
 from paceline.infra.app import build
+from paceline.infra.controller.actor import ROLE_LABEL, TRAIN_ROLE
 from paceline.records import build as build_record
+from tests.helpers.kubernetes import SERVE_SETTINGS, VERSIONS, environments, faults, groups_of
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "infra" / "kubernetes" / "manifests"
@@ -36,25 +39,10 @@ RAY_FIELDS = {
     f"{CLUSTER}.gcsFaultToleranceOptions": "redisAddress redisPassword",
     f"{CLUSTER}.autoscalerOptions": "version idleTimeoutSeconds resources",
     HEAD: "rayStartParams template",
-    GROUP: "groupName replicas minReplicas maxReplicas rayStartParams template",
+    GROUP: "groupName replicas minReplicas maxReplicas labels rayStartParams template",
 }
 """Fields of ray.io/v1 RayService that the manifest uses, as in ray-operator/config/crd/bases/ray.io_rayservices.yaml of
 KubeRay 1.5.1, 1.6.0 and 1.7.0; `KUBERAY_CRD=FILE pytest ...` walks the whole manifest through that file."""
-POD_FIELDS = {
-    "": "securityContext containers volumes tolerations affinity nodeSelector automountServiceAccountToken",
-    "securityContext": "fsGroup runAsUser runAsGroup runAsNonRoot",
-    "containers": "name image command env envFrom ports resources securityContext volumeMounts readinessProbe livenessProbe",
-    "containers.securityContext": "allowPrivilegeEscalation capabilities",
-    "containers.ports": "name containerPort",
-    "containers.resources": "requests limits",
-    "containers.volumeMounts": "name mountPath",
-    "containers.readinessProbe": "httpGet exec periodSeconds timeoutSeconds failureThreshold",
-    "containers.livenessProbe": "tcpSocket periodSeconds failureThreshold",
-    "volumes": "name persistentVolumeClaim emptyDir",
-    "tolerations": "key operator value effect",
-    "affinity": "nodeAffinity",
-}
-"""Fields of core/v1 PodSpec that the manifests use (Kubernetes API reference, v1.32)."""
 
 
 def load(name: str) -> dict[str, Any]:
@@ -66,10 +54,7 @@ NAMES = sorted(p.stem for p in FOLDER.iterdir())
 MANIFESTS = {name: load(name) for name in NAMES}
 SERVICE = MANIFESTS["rayservice"]
 SERVE = yaml.safe_load(SERVICE["spec"]["serveConfigV2"])
-GROUPS = {
-    "head": SERVICE["spec"]["rayClusterConfig"]["headGroupSpec"],
-    **{g["groupName"]: g for g in SERVICE["spec"]["rayClusterConfig"]["workerGroupSpecs"]},
-}
+GROUPS = groups_of(SERVICE)
 PODS = {
     **{name: g["template"]["spec"] for name, g in GROUPS.items()},
     **{n: MANIFESTS[n]["spec"]["template"]["spec"] for n in NAMES if MANIFESTS[n]["kind"] == "StatefulSet"},
@@ -112,14 +97,50 @@ def walk(value: Any, schema: dict[str, Any], path: str = "") -> list[str]:
 
 def test_only_known_fields_are_used() -> None:
     assert unknown(SERVICE, RAY_FIELDS) == []
-    assert {name: unknown(pod, POD_FIELDS) for name, pod in PODS.items()} == {name: [] for name in PODS}
+    assert {name: faults(manifest) for name, manifest in MANIFESTS.items()} == {name: [] for name in NAMES}
 
 
 def test_a_planted_field_is_found() -> None:
     planted = json.loads(json.dumps(SERVICE))
     planted["spec"]["rayClusterConfig"]["workerGroupSpecs"][1]["minReplica"] = 0
     assert unknown(planted, RAY_FIELDS) == [f"{GROUP}.minReplica"]
-    assert unknown({"containers": [{"readinesProbe": {}}]}, POD_FIELDS) == ["containers.readinesProbe"]
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "key", "value"),
+    [("rayservice", ("spec", "rayClusterConfig", "headGroupSpec", "template", "spec", "containers", 0), "readinesProbe", {}),
+     ("budget-serve", ("spec",), "maxUnavailabel", 1),
+     ("redis-address", ("spec", "ports", 0), "port", "redis"),
+     ("redis", ("spec",), "serviceNames", "x"),
+     ("storage", ("spec",), "accessModes", "ReadWriteMany")],
+)  # fmt: skip
+def test_a_planted_fault_is_found(name: str, path: tuple, key: str, value: Any) -> None:
+    planted = json.loads(json.dumps(MANIFESTS[name]))
+    place = planted
+    for step in path:
+        place = place[step]
+    place[key] = value
+    found = faults(planted)
+    assert len(found) == len(VERSIONS) and all(key in x or repr(value) in x for x in found)
+
+
+def test_every_ray_has_what_paceline_serve_gives_its_own() -> None:
+    assert environments(SERVICE) == dict.fromkeys(GROUPS, SERVE_SETTINGS)
+    image = (ROOT / "infra" / "kubernetes" / "container" / "Containerfile").read_text(encoding="utf-8")
+    assert dict(re.findall(r"(RAY_SERVE_\w+)=(\S+)", image)) == SERVE_SETTINGS
+    cluster = yaml.safe_load((ROOT / "ray_cluster.yaml").read_text(encoding="utf-8"))
+    for key in ("head_start_ray_commands", "worker_start_ray_commands"):
+        (start,) = [c for c in cluster[key] if "ray start" in c]
+        assert dict(re.findall(r"(RAY_SERVE_\w+)=(\S+)", start.partition("ray start")[0])) == SERVE_SETTINGS
+
+
+def test_rays_nodes_have_the_roles_that_the_controller_is_placed_by() -> None:
+    spec = SERVICE["spec"]["rayClusterConfig"]
+    types = autoscaling_config._generate_available_node_types_from_ray_cr_spec(spec)  # what Ray's autoscaler reads
+    assert {name: t["labels"] for name, t in types.items()} == {
+        "headgroup": {}, "serve": {ROLE_LABEL: "serve"}, "train": {ROLE_LABEL: TRAIN_ROLE},
+    }  # fmt: skip
+    assert not any("labels" in g["rayStartParams"] for g in GROUPS.values()), "KubeRay 1.5 and later refuse it there"
 
 
 @pytest.mark.skipif(CRD_VARIABLE not in os.environ, reason=f"{CRD_VARIABLE} names no file of KubeRay's CRD")
@@ -247,7 +268,8 @@ def test_gcs_has_a_redis_of_its_own_and_both_addresses_lead_to_one() -> None:
 
 
 def test_budgets_select_the_pods_that_they_are_for() -> None:
-    labels = {name: g["template"]["metadata"]["labels"] for name, g in GROUPS.items()}
+    # KubeRay gives pods what their group has for Ray's node, too
+    labels = {name: {**g["template"]["metadata"]["labels"], **g.get("labels", {})} for name, g in GROUPS.items()}
     serve = MANIFESTS["budget-serve"]["spec"]["selector"]["matchLabels"]
     assert [name for name, own in labels.items() if serve.items() <= own.items()] == ["serve"]
     (single,) = MANIFESTS["budget-single"]["spec"]["selector"]["matchExpressions"]
