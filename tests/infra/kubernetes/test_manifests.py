@@ -42,7 +42,7 @@ RAY_FIELDS = {
     GROUP: "groupName replicas minReplicas maxReplicas labels rayStartParams template",
 }
 """Fields of ray.io/v1 RayService that the manifest uses, as in ray-operator/config/crd/bases/ray.io_rayservices.yaml of
-KubeRay 1.5.1, 1.6.0 and 1.7.0; `KUBERAY_CRD=FILE pytest ...` walks the whole manifest through that file."""
+KubeRay 1.5.1, 1.6.2 and 1.7.0; `KUBERAY_CRD=FILE pytest ...` walks the whole manifest through that file."""
 
 
 def load(name: str) -> dict[str, Any]:
