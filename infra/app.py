@@ -49,7 +49,7 @@ from paceline.infra.service.claim import application_name, check_claim
 from paceline.infra.service.deployment import DeploymentLimits, bind_replicas, replica_values
 from paceline.infra.service.front import PROXY_CALLBACK, PROXY_VARIABLE
 from paceline.infra.service.ingress import INGRESS_CPUS, bind_resuming
-from paceline.infra.service.preflight import preflight
+from paceline.infra.service.preflight import cluster_address, preflight
 from paceline.infra.service.stop_signals import StopSignals, kept_sigterm
 from paceline.infra.service.stores import StorePaths, is_adaptive
 from paceline.infra.state.desired import ensure_first_version
@@ -192,7 +192,7 @@ def run_service(config: ServiceConfig, *, check: Callable[[], None] = lambda: No
     redis: EmbeddedRedis | None = None
     owns_ray = owns_app = has_proxy = False
     try:
-        if _cluster_address(config) or ray.is_initialized():
+        if cluster_address(config) or ray.is_initialized():
             start_ray(config)
             config, has_proxy = with_running_proxy(config)
             check_neighbours(config)
@@ -322,7 +322,7 @@ def start_ray(config: ServiceConfig) -> bool:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Serve tells a client of another cluster by its job's number, and the first job of each cluster has the same
     _disconnect()
-    if address := _cluster_address(config):
+    if address := cluster_address(config):
         try:
             _reach(address)
             with kept_sigterm():
@@ -416,10 +416,6 @@ def check_gpus(config: ServiceConfig, num_gpus: int) -> None:
             f"trainer_resources.num_gpus must leave the replicas their {serving} GPUs (this computer has {num_gpus}), "
             f"got {wanted:g}; use 0 to train on the CPU"
         )
-
-
-def _cluster_address(config: ServiceConfig) -> str | None:
-    return config.ray_address or os.environ.get("RAY_ADDRESS") or None
 
 
 def _reach(address: str) -> None:

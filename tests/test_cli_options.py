@@ -1,7 +1,9 @@
 """What the command line refuses before any command begins to work."""
 
 import dataclasses
+import os
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ import paceline.infra.app as serve_command
 from paceline.cli.main import app
 from paceline.cli.options import command, given_words
 from paceline.errors import ConfigError
+from paceline.infra.service.preflight import has_gpu_driver
 from paceline.paths import check_output
 from paceline.records import Setting, Threads, count, record
 
@@ -153,10 +156,41 @@ def test_fewer_replicas_at_most_than_at_least_are_refused_before_torch_is_loaded
     assert is_loaded == "False"
 
 
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["serve", "--model", "/no/such/model", "--port", "0"], "model must be"),
+        (["serve", "--drafter", "/no/such/drafter", "--port", "0"], "drafter must be"),
+        (["serve", "--port", "BUSY"], "must be free"),
+        (["serve", "--device", "cuda", "--port", "0"], "device must be cpu or auto"),
+        (["generate", "hello", "--max-tokens", "-1"], "max-tokens must be >= 1"),
+        (["generate", "hello", "--model", "/no/such/model"], "model must be"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_what_is_wrong_on_the_face_of_it_is_said_before_ray_and_torch_are_loaded(words, reason):
+    if "cuda" in words and has_gpu_driver():
+        pytest.skip("this computer has a driver")
+    environment = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"}
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        words = [str(busy.getsockname()[1]) if word == "BUSY" else word for word in words]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "paceline.cli", *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )  # fmt: skip
+        said = process.stdout.read()
+        _, status, used = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode != 0 and reason in " ".join(said.split()), said
+    # about 0.4 s; Ray alone takes 1 to 2 more, and torch 3
+    assert used.ru_utime + used.ru_stime < 1.0, used
+
+
 def test_serve_hands_what_was_typed_to_the_service(monkeypatch):
     found = []
     monkeypatch.setattr(serve_command, "serve_forever", lambda config, console: found.append(config))
-    words = ["serve", "--tree-policy", "bastion", "--max-draft-tokens", "32", "--mix", "suffix", "--drafter", "eagle3", "--replicas", "2", "--no-resume"]  # fmt: skip
+    words = ["serve", "--tree-policy", "bastion", "--max-draft-tokens", "32", "--mix", "suffix", "--drafter", "eagle3", "--replicas", "2", "--no-resume", "--port", "0"]  # fmt: skip
     assert RUN.invoke(app, words, catch_exceptions=False).exit_code == 0
     tree = found[0].engine.tree
     assert (tree.policy, tree.max_draft_tokens, tree.mix) == ("bastion", 32, "suffix")

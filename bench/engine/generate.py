@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
 from typing import Annotated as A
 
 from rich.console import Console
 from rich.text import Text
 
-from paceline.bench.common.engine_run import build_engine, encode, load_named_drafter, load_target
-from paceline.bench.common.recorders import RoundRecorder
-from paceline.bench.engine.arms import BenchGroup, EngineArm, GroupTiming
 from paceline.config import EngineConfig
 from paceline.contracts import Group
 from paceline.errors import RequestError
-from paceline.paths import default_drafter
+from paceline.paths import default_drafter, resolve_model
 from paceline.records import DRAFTERS, DTYPES, Model, Setting, record
 from paceline.serving.sampling.request import SamplingParams
+
+if TYPE_CHECKING:
+    from paceline.bench.engine.arms import GroupTiming
 
 
 @record()
@@ -43,6 +44,12 @@ def run_generate(options: GenerateOptions, console: Console) -> None:
     prompt, drafter, compare = options.prompt, options.drafter or default_drafter(options.model), options.is_comparing
     if not prompt.strip():
         raise RequestError("prompt must not be empty")
+    resolve_model(options.model)
+    # torch takes seconds, which nobody should wait for who mistyped an option
+    from paceline.bench.common.engine_run import build_engine, encode, load_named_drafter, load_target
+    from paceline.bench.common.recorders import RoundRecorder
+    from paceline.bench.engine.arms import BenchGroup, EngineArm
+
     params = (SamplingParams(temperature=options.temperature, max_tokens=options.max_tokens, seed=options.seed),)
     target = load_target(options.model, options.dtype, drafters=[drafter])
     text = prompt

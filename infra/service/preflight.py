@@ -7,10 +7,12 @@ process of its own, which ends again.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -19,7 +21,8 @@ from paceline.config import ServiceConfig, to_dict
 from paceline.errors import ConfigError, PacelineError
 from paceline.infra.service.stores import StorePaths, is_adaptive
 from paceline.infra.state.layout import prepare_home
-from paceline.paths import resolve_model
+from paceline.machine import claim_port
+from paceline.paths import resolve_drafter, resolve_model
 from paceline.records import build
 
 
@@ -43,11 +46,29 @@ class _Answer:
     reason: str = ""
 
 
+def cluster_address(config: ServiceConfig) -> str | None:
+    """Of the Ray cluster that the service joins; None: it starts a Ray of its own."""
+    return config.ray_address or os.environ.get("RAY_ADDRESS") or None
+
+
+def check_early(config: ServiceConfig) -> None:
+    """Refuse what can be refused before Ray or torch is loaded, which takes seconds; for a process without a Ray.
+
+    Raises: ConfigError when a model or drafter is not there, its device has no driver, or its port is taken.
+    """
+    resolve_model(config.model)
+    resolve_drafter(config.drafter, config.model)
+    _check_driver(config)
+    if cluster_address(config) is None and config.port:  # a cluster's proxy may have it, and be ours
+        claim_port(config.host, config.port)
+
+
 def preflight(config: ServiceConfig) -> Preflight:
     """Check target, drafter and policy, and register a drafter that can be trained.
 
     Raises: ConfigError, DrafterMismatchError.
     """
+    _check_driver(config)
     if "torch" in sys.modules:
         return _look(config)
     done = subprocess.run(
@@ -75,6 +96,22 @@ def _look(config: ServiceConfig) -> Preflight:
     return Preflight(device=device, first_version=_register(config) if is_adaptive(config) else "")
 
 
+def has_gpu_driver() -> bool:
+    """Whether torch could find a GPU at all: CUDA's driver, or AMD's, is there."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return Path("/dev/kfd").exists()
+    return True
+
+
+def _check_driver(config: ServiceConfig) -> None:
+    if config.device == "cuda" and cluster_address(config) is None and not has_gpu_driver():
+        raise ConfigError(
+            "device must be cpu or auto where no GPU has a driver (libcuda.so.1 cannot be loaded), got 'cuda'"
+        )
+
+
 def _device(config: ServiceConfig) -> str:
     """The device of the replicas. Raises: ConfigError when this computer should have a GPU and torch finds none."""
     if config.device == "cpu":
@@ -83,9 +120,7 @@ def _device(config: ServiceConfig) -> str:
 
     if torch.cuda.is_available():
         return "cuda"
-    if config.device == "cuda" and not (
-        config.ray_address or os.environ.get("RAY_ADDRESS")
-    ):  # a cluster's nodes have their own
+    if config.device == "cuda" and cluster_address(config) is None:  # a cluster's nodes have their own
         raise ConfigError(
             f"device must be cpu or auto where torch {torch.__version__} finds no GPU, got 'cuda'; `nvidia-smi` shows the "
             f"driver, and torch {'was built without CUDA' if torch.version.cuda is None else f'wants CUDA {torch.version.cuda}'}"

@@ -72,10 +72,14 @@ def demo(options: DemoOptions, console: Console) -> bool:
 @command(app, "serve", "paceline.config:ServeOptions")
 def serve(options: ServeOptions, console: Console) -> None:
     """Serve a model with an OpenAI-compatible API until Ctrl-C."""
+    from paceline.infra.service.preflight import check_early
+
+    config = options.service()
+    check_early(config)
     from paceline.infra.app import serve_forever
 
     _log("INFO" if options.verbose else "WARNING")
-    serve_forever(options.service(), console)
+    serve_forever(config, console)
 
 
 @command(app, "attach", "paceline.config:AttachOptions")

@@ -68,6 +68,7 @@ def test_a_refusal_says_the_same_from_a_process_of_its_own(tmp_path):
 
 def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("paceline.infra.service.preflight.has_gpu_driver", lambda: True)
     config = ServiceConfig(device="cuda", port=0, data_dir=str(tmp_path / "data"))
     with pytest.raises(ConfigError, match=r"device must be cpu or auto where torch .* finds no GPU"):
         run_service(config)
