@@ -73,7 +73,7 @@ async def stream_events(
     try:
         held: object = None
         if request.params.grammar is not None:  # compiling must not hold up the event loop, whatever others compile
-            held = await compile_in_thread(lambda: client.prepare(request))
+            held = await compile_in_thread(lambda: client.prepare(request), request.tenant)
         client.submit_all([request], on_event)
         del held
     except (RequestError, CapacityError, EngineStoppedError) as e:

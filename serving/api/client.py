@@ -28,7 +28,7 @@ class LocalEngineClient:
 
     def prepare(self, request: GenerationRequest) -> object:
         grammar = request.params.grammar
-        return self._engine.grammars.prepare(grammar) if grammar is not None else None
+        return self._engine.grammars.prepare(grammar, request.tenant) if grammar is not None else None
 
     def submit_all(self, requests: Sequence[GenerationRequest], on_event: Callable[[RoundEvent], None]) -> None:
         if not self._thread.is_alive:

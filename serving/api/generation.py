@@ -15,7 +15,6 @@ import asyncio
 import logging
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol, TypeVar
@@ -25,6 +24,7 @@ from fastapi.responses import StreamingResponse
 
 from paceline.contracts import Group, HttpMeters
 from paceline.serving.api.access_log import AccessRecord, HttpSpans
+from paceline.serving.sampling.fair_threads import FairThreads
 from paceline.serving.sampling.request import GenerationRequest, RoundEvent
 from paceline.serving.wire.accounts import Clients
 from paceline.serving.wire.choice import Piece
@@ -200,7 +200,8 @@ class Generation:
         held: object = None
         if self._parts.admitted is None and self.requests[0].params.grammar is not None:
             # compiling must not hold up the event loop, however many others compile meanwhile; choices share their grammar
-            held = await compile_in_thread(lambda: self._parts.client.prepare(self.requests[0]))
+            first = self.requests[0]
+            held = await compile_in_thread(lambda: self._parts.client.prepare(first), first.tenant)
         self._parts.client.submit_all(self.requests, self._on_event)
         del held
         if self._parts.admitted is not None:
@@ -361,13 +362,13 @@ NUM_THREADS = 8
 
 
 @lru_cache(maxsize=1)
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
+def _threads() -> FairThreads:
+    return FairThreads("grammars", NUM_THREADS)
 
 
-async def compile_in_thread(compile_it: Callable[[], T]) -> T:
+async def compile_in_thread(compile_it: Callable[[], T], tenant: str = "") -> T:
     """Run `compile_it` in one of the threads and return its result; raises what it raises.
 
     When the caller is cancelled, one that still waits for a thread is never begun, and one that has begun ends unheard.
     """
-    return await asyncio.wrap_future(_threads().submit(compile_it))
+    return await asyncio.wrap_future(_threads().submit(tenant, compile_it))

@@ -253,8 +253,9 @@ class Engine:
         grammar = None
         if params.grammar is not None:
             grammar = self.grammars.start(
-                params.grammar, stop_token_ids=stops, ignores_eos=params.ignore_eos, bad_words=params.bad_words
-            )
+                params.grammar, stop_token_ids=stops, ignores_eos=params.ignore_eos, bad_words=params.bad_words,
+                tenant=request.tenant,
+            )  # fmt: skip
         if not params.ignore_eos or grammar is not None:  # with ignore_eos a grammar draws it only where it must end
             stops |= self.target.eos_token_ids
         limits = None

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -18,6 +17,7 @@ import numpy as np
 
 from paceline.errors import CapacityError, RequestError
 from paceline.serving.sampling.bans import bans_of
+from paceline.serving.sampling.fair_threads import FairThreads
 from paceline.serving.sampling.grammar_state import GrammarState
 from paceline.serving.sampling.request import GrammarSpec
 
@@ -41,7 +41,6 @@ _LIMITS: dict[str, Any] = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-_stack_lock = threading.Lock()
 
 
 class CompiledGrammar:
@@ -69,20 +68,21 @@ class GrammarFactory:
 
         Args:
             vocab_size: width of the target's logits; ids beyond the tokenizer's are never allowed.
-            max_cached: compiled grammars kept, the latest used ones.
-            max_compiling: grammars compiled at once.
+            max_cached: compiled grammars kept; of more, the tenant with the most gives up the one that it used longest ago.
+            max_compiling: grammars compiled at once, half of them of one tenant.
             timeout_s: longest compilation, and longest wait for another one's.
         """
         self._hf_tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._max_cached, self._timeout_s = max_cached, timeout_s
         self._lock = threading.Lock()
-        self._slots = threading.BoundedSemaphore(max_compiling)
+        self._threads = FairThreads("grammar", max_compiling, stack_bytes=_STACK_BYTES)
         self._tokenizer: LLTokenizer | None = None
         self._refusal: str | None = None  # why this tokenizer cannot be used
-        self._compiled: OrderedDict[GrammarSpec, CompiledGrammar] = OrderedDict()
+        # By tenant, too: how long a grammar takes must not tell what others have sent.
+        self._compiled: OrderedDict[tuple[str, GrammarSpec], CompiledGrammar] = OrderedDict()
         # Also those beyond the limit that somebody still holds between `prepare` and `start`.
-        self._held: WeakValueDictionary[GrammarSpec, CompiledGrammar] = WeakValueDictionary()
+        self._held: WeakValueDictionary[tuple[str, GrammarSpec], CompiledGrammar] = WeakValueDictionary()
 
     def start(
         self,
@@ -91,13 +91,14 @@ class GrammarFactory:
         stop_token_ids: Collection[int] = (),
         ignores_eos: bool = False,
         bad_words: tuple[tuple[int, ...], ...] = (),
+        tenant: str = "",
     ) -> GrammarState:
-        """The state of an answer that has no token yet.
+        """The state of an answer that has no token yet. tenant: whose grammar it is; '' = nobody's.
 
         Raises: RequestError (grammar wrong, unsatisfiable, too large or too slow; tokenizer without support),
             CapacityError (others are compiling).
         """
-        compiled = self.prepare(spec)
+        compiled = self.prepare(spec, tenant)
         with self._lock:
             matcher = compiled.matcher.deep_copy()
         return GrammarState(
@@ -109,25 +110,27 @@ class GrammarFactory:
             bans=bans_of(bad_words, self._vocab_size) if bad_words else None,
         )
 
-    def prepare(self, spec: GrammarSpec) -> CompiledGrammar:
+    def prepare(self, spec: GrammarSpec, tenant: str = "") -> CompiledGrammar:
         """Compile a grammar; a `start` takes no time while the caller holds the result. Raises like `start`."""
+        key = (tenant, spec)
         with self._lock:
-            compiled = self._held.get(spec)
+            compiled = self._held.get(key)
             if compiled is not None:
-                self._keep(spec, compiled)
+                self._keep(key, compiled)
                 return compiled
         check_size(spec)
-        compiled = CompiledGrammar(self._compile(self._ready_tokenizer(), spec))
+        compiled = CompiledGrammar(self._compile(self._ready_tokenizer(), spec, tenant))
         with self._lock:
-            self._keep(spec, compiled)
+            self._keep(key, compiled)
         return compiled
 
-    def _keep(self, spec: GrammarSpec, compiled: CompiledGrammar) -> None:
+    def _keep(self, key: tuple[str, GrammarSpec], compiled: CompiledGrammar) -> None:
         """It is the latest one used; the caller has the lock."""
-        self._held[spec] = self._compiled[spec] = compiled
-        self._compiled.move_to_end(spec)
+        self._held[key] = self._compiled[key] = compiled
+        self._compiled.move_to_end(key)
         while len(self._compiled) > self._max_cached:
-            self._compiled.popitem(last=False)
+            num_of = Counter(tenant for tenant, _ in self._compiled)
+            del self._compiled[max(self._compiled, key=lambda k: num_of[k[0]])]  # the first of those, used longest ago
 
     def _ready_tokenizer(self) -> LLTokenizer:
         with self._lock:
@@ -140,30 +143,18 @@ class GrammarFactory:
                 raise RequestError(str(self._refusal))
             return self._tokenizer
 
-    def _compile(self, tokenizer: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
-        """Compile in a thread with a deep stack; the caller waits at most `timeout_s`."""
-        if not self._slots.acquire(timeout=self._timeout_s):
+    def _compile(self, tokenizer: LLTokenizer, spec: GrammarSpec, tenant: str) -> LLMatcher:
+        """Compile in a thread with a deep stack; the caller waits at most `timeout_s` for one, and as long for the result."""
+        has_begun = threading.Event()
+
+        def work() -> LLMatcher:
+            has_begun.set()
+            return compile_grammar(tokenizer, spec)
+
+        done = self._threads.submit(tenant, work)
+        done.add_done_callback(lambda _: has_begun.set())  # there may be no thread
+        if not has_begun.wait(self._timeout_s) and done.cancel():
             raise CapacityError("too many grammars are being compiled; try again later")
-        done: Future[LLMatcher] = Future()
-
-        def work() -> None:
-            try:
-                done.set_result(compile_grammar(tokenizer, spec))
-            except BaseException as e:  # belongs to the caller; a panic of the library is no Exception
-                done.set_exception(e)
-            finally:
-                self._slots.release()
-
-        thread = threading.Thread(target=work, name="grammar", daemon=True)
-        with _stack_lock:
-            usual = threading.stack_size(_STACK_BYTES)
-            try:
-                thread.start()
-            except RuntimeError as e:
-                self._slots.release()
-                raise CapacityError(f"no thread to compile the grammar in ({e}); try again later") from e
-            finally:
-                threading.stack_size(usual)
         try:
             return done.result(self._timeout_s)
         except TimeoutError:

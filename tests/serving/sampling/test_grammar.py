@@ -12,6 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from paceline.errors import CapacityError, RequestError
+from paceline.serving.sampling import grammar as grammar_module
 from paceline.serving.sampling.grammar import MAX_TEXT_BYTES, GrammarFactory
 from paceline.serving.sampling.request import GrammarSpec
 from tests.helpers.constrained import PERSON, REGEX, VOCAB, Answers, allowed_text, factory, make_engine, submit
@@ -132,6 +133,36 @@ def test_a_prepared_grammar_outlives_the_limit_while_it_is_held(monkeypatch) -> 
     compiler.start(GrammarSpec(kind="regex", text="b"))
     compiler.start(spec)
     assert compiled == ["a", "b", "c", "b", "a"], "nobody held it any more"
+
+
+def test_tenants_share_no_compiled_grammar_and_a_flood_of_one_gives_up_its_own(monkeypatch) -> None:
+    compiled = []
+    real = grammar_module.compile_grammar
+    monkeypatch.setattr(grammar_module, "compile_grammar", lambda t, s: compiled.append(s.text) or real(t, s))
+    compiler = GrammarFactory(tiny_tokenizer(VOCAB), VOCAB, [EOS_ID], max_cached=3)
+    for tenant in ("acme", "bolt", "", "acme", "bolt"):
+        compiler.start(REGEX, tenant=tenant)
+    assert compiled == [REGEX.text] * 3
+    for text in "abcdef":
+        compiler.start(GrammarSpec(kind="regex", text=text), tenant="flood")
+    compiler.start(REGEX, tenant="bolt")
+    assert compiled == [REGEX.text] * 3 + list("abcdef")
+
+
+def test_a_tenant_whose_grammars_compile_slowly_holds_up_no_other(monkeypatch) -> None:
+    go, real = threading.Event(), grammar_module.compile_grammar
+    monkeypatch.setattr(grammar_module, "compile_grammar", lambda t, s: (s == REGEX or go.wait(30)) and real(t, s))
+    compiler = GrammarFactory(tiny_tokenizer(VOCAB), VOCAB, [EOS_ID], timeout_s=60.0)
+    specs = [GrammarSpec(kind="regex", text=text) for text in "abcdef"]
+    threads = [threading.Thread(target=compiler.start, args=(s,), kwargs={"tenant": "slow"}) for s in specs]
+    for thread in threads:
+        thread.start()
+    try:
+        compiler.start(REGEX, tenant="acme")
+    finally:
+        go.set()
+        for thread in threads:
+            thread.join(30)
 
 
 def test_many_threads_get_states_of_their_own() -> None:
