@@ -86,7 +86,8 @@ async def outcome(call: Future, patience_s: float) -> Any:
 
     Raises PacelineError when that takes longer than `patience_s`; what waits yet is withdrawn, what was begun goes on.
     """
-    await asyncio.wait([asyncio.wrap_future(call)], timeout=patience_s)
+    result = asyncio.wrap_future(call)
+    await asyncio.wait([result], timeout=patience_s)
     if call.cancel():
         raise PacelineError(
             f"not done: the controller did not come to it within {patience_s:g} s, since what it does takes long; nothing was "
@@ -97,7 +98,7 @@ async def outcome(call: Future, patience_s: float) -> Any:
             f"begun, and not at its end after {patience_s:g} s: it may be carried out yet; look at the service's state before "
             "you try again"
         )
-    return call.result()
+    return await result
 
 
 def _check_class(bucket: str) -> None:

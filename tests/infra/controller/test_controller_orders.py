@@ -1,7 +1,9 @@
 """What the controller orders, with real training processes: jobs and their ends, recalls, pins, rollbacks, staging costs."""
 
 import asyncio
+import gc
 import threading
+import time
 
 import msgspec
 import pytest
@@ -38,6 +40,25 @@ def test_a_command_that_takes_too_long_is_withdrawn_or_said_to_be_under_way():
     may_end.set()
     loop.join(20)
     assert done == ["slow"] and asyncio.run(outcome(slow_one, 20.0)) == "carried out"
+
+
+def test_a_command_that_is_refused_raises_what_it_raised_and_leaves_no_error_in_the_event_loops_log(caplog):
+    commands = CommandQueue()
+
+    def refuse() -> None:
+        raise ValueError("no such version")
+
+    async def ask() -> None:
+        with pytest.raises(ValueError, match="no such version"):
+            await outcome(commands.put(refuse), 20.0)
+        gc.collect()
+
+    loop = threading.Thread(target=lambda: (time.sleep(0.1), commands.run(lambda: None)))
+    loop.start()
+    asyncio.run(ask())
+    loop.join(20)
+    gc.collect()
+    assert not [r for r in caplog.records if r.name == "asyncio" and r.levelname == "ERROR"]
 
 
 def test_accepted_training_makes_a_new_generation(host, client, keys, wait_until):
