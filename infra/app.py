@@ -76,6 +76,13 @@ _LOOK_S = 0.1
 _ANSWERS_S = 10.0
 _CLOSING_S = 30.0
 """For what a replica does behind its drain: last feedback, last traces."""
+SERVE_SETTINGS = {
+    PROXY_VARIABLE: PROXY_CALLBACK,
+    CONTROLLER_VARIABLE: CONTROLLER_CALLBACK,
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",
+}
+"""What every Ray that serves has in its environment. Serve replaces a proxy after three failed looks, and nobody is served
+meanwhile: a dead one fails each at once, one that is only busy after RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S, 10 s."""
 METRICS_INTERVAL_S = 5.0
 """Seconds between two counts of requests that Serve's autoscaling is sent, at most; Serve's own are 10 s."""
 
@@ -337,13 +344,10 @@ def start_ray(config: ServiceConfig) -> bool:
     # Ray's workers run at nice 15: whatever else the computer does would come before an answer that somebody waits for,
     # and the trainer, which is nicer by itself, would get a third of a core that a replica needs
     os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.setdefault(PROXY_VARIABLE, PROXY_CALLBACK)
-    os.environ.setdefault(CONTROLLER_VARIABLE, CONTROLLER_CALLBACK)
+    for name, value in SERVE_SETTINGS.items():
+        os.environ.setdefault(name, value)
     # on a busy computer a proxy takes longer to start than Serve's 5 s, and Serve would kill it for that
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
-    # Serve replaces a proxy after three failed looks, and nobody is served meanwhile: a dead one fails each at once, one
-    # that is only busy after RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S, 10 s
-    os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "0.5")
     # ten looks a second at replicas that change once a day, and as many exports of figures that Ray collects every 10 s,
     # would be a quarter of what an idle service computes
     os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")

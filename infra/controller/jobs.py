@@ -475,8 +475,8 @@ def order_job(
 
     Args:
         arm: sized arm; twice its rows are handed over, since the learner may have read part of them.
-        shards: ShardInfo of the target, oldest first; those of other tenants' own buckets, or of all where the bucket is a
-            tenant's own, are left out.
+        shards: ShardInfo of the target, oldest first. For a tenant's own bucket only those of its own buckets count, for any
+            other bucket those of nobody's own.
     """
     shards = [s for s in shards if tenant_of(s.bucket) == tenant_of(decision.bucket)]
     together = {decision.bucket, *decision.context.get("others", ())}

@@ -19,6 +19,8 @@ MAX_BUCKETS = 128
 own."""
 TIERS = ((1, 240), (12, 180), (144, 120))
 """(SPAN_S a bin, bins): the past 20 minutes by 5 s, what is older by 1 minute for 3 hours and by 12 minutes for a day."""
+_WIDENED = tuple((width, finer * count) for (finer, count), (width, _) in reversed(list(pairwise(TIERS))))
+"""(SPAN_S of a bin, its age in SPAN_S from which on it is so wide), the widest first."""
 RECENT_S = 30.0
 CANARY = "canary"
 """Group of the adaptive requests that a version on trial serves or was switched off for; the others stay 'adaptive'."""
@@ -172,11 +174,11 @@ class TrafficStats(msgspec.Struct, kw_only=True):
                 newest = bins[-1][0] if bins else 0
                 return [
                     TrafficBin(
-                        ts=n * SPAN_S, seconds=_place(n, newest)[1] * SPAN_S,
+                        ts=n * SPAN_S, seconds=width * SPAN_S,
                         buckets={b: {g: s.view() for g, s in gs.items()} for b, gs in cells.items()},
                     )
                     for n, cells in bins
-                    if (n + _place(n, newest)[1]) * SPAN_S > since
+                    if (n + (width := _place(n, newest)[1])) * SPAN_S > since
                 ]  # fmt: skip
             except RuntimeError:  # the controller's thread added a bucket to the open bin while it was read
                 continue
@@ -185,9 +187,9 @@ class TrafficStats(msgspec.Struct, kw_only=True):
 
 def _place(number: int, newest: int) -> tuple[int, int]:
     """First span and number of spans of the bin that a span is in; a bin is widened when the whole of it is old enough."""
-    for (finer, count), (width, _) in reversed(list(pairwise(TIERS))):
+    for width, age in _WIDENED:
         start = number // width * width
-        if newest - (start + width - 1) >= finer * count:
+        if newest - (start + width - 1) >= age:
             return start, width
     return number, 1
 

@@ -2,8 +2,8 @@
 
 The controller takes the time of day for what it measures between two looks at replicas and proxies: behind a step back by an
 hour it looks at none for an hour, and replaces none that died. Serve's controller imports this module by CONTROLLER_VARIABLE,
-which must stand in the environment of Ray's processes: `paceline serve` sets it, a cluster's `ray start` does in
-ray_cluster.yaml.
+which must stand in the environment of Ray's processes: `paceline serve` sets it, ray_cluster.yaml and the manifests for
+Kubernetes do.
 """
 
 from __future__ import annotations

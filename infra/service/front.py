@@ -2,7 +2,7 @@
 
 Serve gives a request to a replica at its first byte and reads the answer's last one from it, so that clients who send or
 read nothing would hold the replica's places. The proxy imports this module by PROXY_VARIABLE, which must stand in the
-environment of Ray's processes: `paceline serve` sets it, a cluster's `ray start` does in ray_cluster.yaml.
+environment of Ray's processes: `paceline serve` sets it, ray_cluster.yaml and the manifests for Kubernetes do.
 """
 
 from __future__ import annotations

@@ -6,17 +6,8 @@ from typing import Any
 
 import kubernetes_validate
 
-from paceline.infra.replica.serve_clock import CONTROLLER_CALLBACK, CONTROLLER_VARIABLE
-from paceline.infra.service.front import PROXY_CALLBACK, PROXY_VARIABLE
-
 VERSIONS = ("1.32", kubernetes_validate.latest_version())
 """The oldest Kubernetes that manifests are written for, and the newest one that there are schemas of."""
-SERVE_SETTINGS = {
-    PROXY_VARIABLE: PROXY_CALLBACK,
-    CONTROLLER_VARIABLE: CONTROLLER_CALLBACK,
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",
-}
-"""What `paceline serve` puts into the environment of a Ray of its own for Serve's proxies and controller."""
 
 
 def groups_of(service: dict[str, Any]) -> dict[str, dict[str, Any]]:

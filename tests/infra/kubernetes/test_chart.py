@@ -12,8 +12,9 @@ import yaml
 
 from paceline import __version__
 from paceline.config import ServiceConfig
+from paceline.infra.app import SERVE_SETTINGS
 from paceline.records import build as build_record
-from tests.helpers.kubernetes import SERVE_SETTINGS, environments, faults, groups_of
+from tests.helpers.kubernetes import environments, faults, groups_of
 
 CHART = Path(__file__).resolve().parents[3] / "infra" / "kubernetes"
 HELM = shutil.which("helm")

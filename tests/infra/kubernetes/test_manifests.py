@@ -17,10 +17,10 @@ from ray.serve.schema import ServeDeploySchema
 
 from paceline.adapt.online.task import task_options
 from paceline.config import VARIABLES, ServiceConfig
-from paceline.infra.app import build
+from paceline.infra.app import SERVE_SETTINGS, build
 from paceline.infra.controller.actor import ROLE_LABEL, TRAIN_ROLE
 from paceline.records import build as build_record
-from tests.helpers.kubernetes import SERVE_SETTINGS, VERSIONS, environments, faults, groups_of
+from tests.helpers.kubernetes import VERSIONS, environments, faults, groups_of
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = ROOT / "infra" / "kubernetes" / "manifests"
