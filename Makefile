@@ -20,7 +20,7 @@ help:
 	@echo "make demo  [ARGS='--json F --html F']  the whole loop on this computer, about 7 minutes"
 	@echo "make test  [ARGS='-k name'] [WORKERS=3] every test that needs no GPU"
 	@echo "make test-vllm [VLLM_VENV=DIR]         drafters and the plugin in a real vLLM on the CPU (4 GB, installed once; 25 minutes)"
-	@echo "make test-clients                      LangChain, LiteLLM, instructor, OpenAI's agents against the API (1 GB, 3 minutes)"
+	@echo "make test-clients                      LangChain, LiteLLM, instructor, OpenAI's agents against the API (3 GB, installed once)"
 	@echo "make serve [ARGS='--model DIR']        OpenAI-compatible server in the foreground"
 	@echo "make fuzz URL=http://127.0.0.1:8000 [ARGS='--seed N'] a million requests that nobody should send, for a night"
 	@echo "make lint                              ruff and mypy"
