@@ -470,12 +470,12 @@ def clients_fuzz(around: Surroundings) -> Blow:
 
     async def main() -> None:
         async with httpx.AsyncClient(base_url=place.url, timeout=60) as http:
-            requests = FuzzRequests((await http.get("/openapi.json")).json(), around.rng, None)
+            requests = FuzzRequests((await http.get("/openapi.json")).json(), None)
             for i in range(NUM_FUZZ):
                 if i % 8 == 7:
                     judge_raw(await ask_raw(place.url, around.rng, 60.0), i, totals)
                 else:
-                    await run_one(http, i, requests.draw(), totals)
+                    await run_one(http, i, requests.draw(around.rng), totals)
 
     asyncio.run(main())
     return Blow(problems=[f"fuzz: {e['kind']}: {e['what'][:300]}" for e in totals.examples])

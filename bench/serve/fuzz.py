@@ -1,7 +1,7 @@
 """Fuzz: requests that nobody should send, to any OpenAI-compatible server, and whether it takes them as a service should.
 
 Bodies are drawn from the server's own /openapi.json and then spoilt; beside them go headers that cannot be meant, and, over
-plain sockets, what no HTTP library sends (fuzz_sockets.py). Everything follows from the seed. A server passes when no answer is a
+plain sockets, what no HTTP library sends (fuzz_sockets.py). A request follows from the seed and its number. A server passes when no answer is a
 5xx other than 503 with a reason (and 504 to a request with a time limit of its own), none takes longer than --timeout, a
 smuggled request is never answered, connections that send no whole head are closed, and it serves as before afterwards with
 nothing left over: no request, no page, no memory, no open file.
@@ -38,6 +38,7 @@ MAX_NEW_TOKENS = 8
 """Most answers stay this short: a fuzzer looks for faults, not for load."""
 MAX_KEPT = 20
 """Faults that are written out; more are only counted."""
+_SAVE_EVERY = 1000
 CHECK_S = 30.0
 """Longest time that the server has afterwards to be as before."""
 NUM_EACH_UNFINISHED = 4
@@ -54,13 +55,15 @@ MAX_MORE_FILES = 32
 class FuzzOptions:
     """Requests that cannot be meant: spoilt bodies from /openapi.json, hostile headers, and broken HTTP over plain sockets
     (slow, split, oversized, smuggled). Exit code 1 on a fault: a 5xx but 503 with a reason, a hang, something left over.
+    Ctrl-C says what came so far, and by which --skip the run goes on.
 
-    Example: paceline bench fuzz http://127.0.0.1:8000 --requests 5000 --seed 1.
+    Examples: paceline bench fuzz http://127.0.0.1:8000 --requests 5000 --seed 1. The request of a fault again: --skip NUMBER --requests 1.
     """
 
     url: A[str, Setting("Address of the server.", is_argument=True)]
     num_requests: A[int, Setting("Requests in all; 1e6 for a night.", flag="requests", ge=1, parser=count)] = 5000
     seed: A[int, Setting("Seed of the requests.", ge=0)] = 0
+    skip: A[int, Setting("Begin behind so many requests of the seed.", ge=0, parser=count)] = 0
     concurrency: A[int, Setting("Requests at once.", ge=1, le=256)] = 8
     timeout_s: A[float, Setting("Seconds without an answer that count as a hang.", flag="timeout", gt=0)] = 30.0
     api_token: A[str | None, Setting("Bearer token of the server.", env="PACELINE_API_TOKEN")] = None
@@ -178,8 +181,8 @@ class FuzzRequest:
 class FuzzRequests:
     """Draws requests for the routes of an OpenAPI document."""
 
-    def __init__(self, document: dict[str, Any], rng: random.Random, api_token: str | None) -> None:
-        self._rng, self._token, self._bodies = rng, api_token, BodyWriter(document, rng)
+    def __init__(self, document: dict[str, Any], api_token: str | None) -> None:
+        self._document, self._token = document, api_token
         self._posts: list[tuple[str, dict[str, Any]]] = []
         self._gets: list[str] = []
         for path, operations in document.get("paths", {}).items():
@@ -191,10 +194,9 @@ class FuzzRequests:
         if not self._posts:
             raise PacelineError("the server's /openapi.json describes no POST with a JSON body")
 
-    def draw(self) -> FuzzRequest:
-        """The next request."""
-        rng = self._rng
-        headers = self._headers()
+    def draw(self, rng: random.Random) -> FuzzRequest:
+        """A request."""
+        headers = self._headers(rng)
         hangs_up = rng.random() < 0.05
         if rng.random() < 0.12:
             path = re.sub(
@@ -205,26 +207,26 @@ class FuzzRequests:
             method = rng.choice(("GET", "GET", "GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE"))
             return FuzzRequest(method, path, headers, b"", hangs_up)
         path, schema = rng.choice(self._posts)
-        body = self._bodies.value(schema)
+        body = BodyWriter(self._document, rng).value(schema)
         if isinstance(body, dict):
-            self._keep_short(body)
+            self._keep_short(body, rng)
         raw = json.dumps(body).encode()
         if rng.random() < 0.1:
             raw = spoil(raw, rng)
         return FuzzRequest("POST", path, headers, raw, hangs_up)
 
-    def _keep_short(self, body: dict[str, Any]) -> None:
+    @staticmethod
+    def _keep_short(body: dict[str, Any], rng: random.Random) -> None:
         for name in ("max_tokens", "max_completion_tokens"):
             if isinstance(body.get(name), int) and body[name] > MAX_NEW_TOKENS:
                 body[name] = MAX_NEW_TOKENS
-        if self._rng.random() < 0.95:
+        if rng.random() < 0.95:
             body.setdefault("max_tokens", MAX_NEW_TOKENS) if "prompt" in body or "messages" in body else None
             body["n"] = 2 if body.get("n", 1) not in (None, 1) else body.get("n", 1)
             if ("prompt" not in body and "messages" not in body) or body["n"] == 1:
                 del body["n"]
 
-    def _headers(self) -> list[tuple[str, bytes]]:
-        rng = self._rng
+    def _headers(self, rng: random.Random) -> list[tuple[str, bytes]]:
         headers = [("content-type", b"application/json")]
         if self._token is not None and rng.random() < 0.95:
             headers.append(("authorization", b"Bearer " + self._token.encode()))
@@ -248,8 +250,16 @@ class FuzzTotals:
     faults: Counter[str] = field(default_factory=Counter)
     examples: list[dict[str, Any]] = field(default_factory=list)
     slowest_s: float = 0.0
+    num_begun: int = 0
     warm: dict[str, float] = field(default_factory=dict)
     """_USAGE after the first tenth of the requests."""
+
+    def plain(self) -> dict[str, Any]:
+        """What of it a result file keeps."""
+        return {
+            "num_begun": self.num_begun, "statuses": dict(self.statuses), "raw": dict(sorted(self.raw.items())),
+            "slowest_s": round(self.slowest_s, 3), "faults": dict(self.faults), "examples": list(self.examples),
+        }  # fmt: skip
 
     def fault(self, kind: str, number: int, what: object) -> None:
         """Note something that a service must not do."""
@@ -314,38 +324,41 @@ def judge_raw(outcome: RawOutcome, number: int, totals: FuzzTotals) -> None:
             totals.fault(f"status {status}", number, outcome)
 
 
-async def _fuzz(options: FuzzOptions, console: Console) -> dict[str, Any]:
-    totals = FuzzTotals()
+async def _fuzz(options: FuzzOptions, console: Console, totals: FuzzTotals, result: ResultFile) -> None:
     limits = httpx.Limits(max_connections=options.concurrency)
     async with httpx.AsyncClient(base_url=options.url, timeout=options.timeout_s, limits=limits) as http:
         try:
             document = (await http.get("/openapi.json")).raise_for_status().json()
         except (httpx.HTTPError, ValueError) as e:
             raise PacelineError(f"url must be of a server that publishes /openapi.json, got {options.url}: {e}") from e
-        requests = FuzzRequests(document, random.Random(options.seed), options.api_token)
+        requests = FuzzRequests(document, options.api_token)
         before = await _gauges(http, options)
-        numbers = iter(range(options.num_requests))
         with progress(console, "fuzz", options.num_requests) as bar:
 
             async def worker() -> None:
-                for number in numbers:
-                    if number == options.num_requests // 10:
+                while (begun := totals.num_begun) < options.num_requests:
+                    totals.num_begun += 1
+                    number = options.skip + begun
+                    if begun % _SAVE_EVERY == 0:
+                        result.update(**totals.plain())
+                    if begun == options.num_requests // 10:
                         with contextlib.suppress(httpx.HTTPError):
                             totals.warm = await _gauges(http, options, _USAGE)
                     rng = random.Random(f"{options.seed}:{number}")
                     if rng.random() < SOCKET_SHARE:
                         judge_raw(await ask_raw(options.url, rng, options.timeout_s), number, totals)
                     else:
-                        await run_one(http, number, requests.draw(), totals)
+                        await run_one(http, number, requests.draw(rng), totals)
                     bar.step()
 
             began = time.perf_counter()
             names = [name for name in UNFINISHED for _ in range(NUM_EACH_UNFINISHED)]
-            waiting = asyncio.gather(*(ends_unfinished(options.url, name) for name in names))
-            await asyncio.gather(*(worker() for _ in range(options.concurrency)))
-        seconds = time.perf_counter() - began
+            async with asyncio.TaskGroup() as group:
+                waiting = [group.create_task(ends_unfinished(options.url, name)) for name in names]
+                await asyncio.gather(*(worker() for _ in range(options.concurrency)))
+                seconds = time.perf_counter() - began
         ends: dict[str, float | None] = {}
-        for name, end_s in zip(names, await waiting, strict=True):
+        for name, end_s in zip(names, [task.result() for task in waiting], strict=True):
             before_s = ends.get(name, 0.0)
             ends[name] = None if end_s is None or before_s is None else max(end_s, before_s)
             if end_s is None:
@@ -356,12 +369,9 @@ async def _fuzz(options: FuzzOptions, console: Console) -> dict[str, Any]:
         with contextlib.suppress(httpx.HTTPError):
             usage = await _gauges(http, options, _USAGE)
         judge_usage(usage, totals, options)
-    return {
-        "num_requests": options.num_requests, "seconds": round(seconds, 1), "statuses": dict(totals.statuses),
-        "raw": dict(sorted(totals.raw.items())), "slowest_s": round(totals.slowest_s, 3), "faults": dict(totals.faults),
-        "examples": totals.examples, "before": before, "after": after, "unfinished_s": ends,
-        "usage": {"warm": totals.warm, "after": usage},
-    }  # fmt: skip
+    result.update(
+        seconds=round(seconds, 1), before=before, after=after, unfinished_s=ends, usage={"warm": totals.warm, "after": usage}
+    )  # fmt: skip
 
 
 _GAUGES = ("paceline_kv_pages_free", "paceline_requests_running", "paceline_requests_waiting")
@@ -412,15 +422,33 @@ def run_fuzz(options: FuzzOptions, console: Console) -> dict[str, Any]:
     Raises: PacelineError when the server cannot be reached or does not describe itself.
     """
     shown = dataclasses.replace(options, api_token="given" if options.api_token else None)  # never written to a file
-    result = ResultFile(options.json, command="bench fuzz", options=shown)
-    document = result.close(**asyncio.run(_fuzz(options, console)))
-    table = new_table(f"{options.num_requests} requests in {document['seconds']} s", ("answer", "requests"))
+    result, totals = ResultFile(options.json, command="bench fuzz", options=shown), FuzzTotals()
+    try:
+        asyncio.run(_fuzz(options, console, totals, result))
+    except KeyboardInterrupt:
+        result.update(**totals.plain())
+        _print(result.document, console)
+        left = max(0, totals.num_begun - options.concurrency)
+        rest = f"--skip {options.skip + left} --requests {options.num_requests - left}"
+        console.print(
+            f"stopped after {totals.num_begun} of {options.num_requests} requests; {rest} goes on", markup=False
+        )
+        raise
+    document = result.close(**totals.plain())
+    _print(document, console)
+    return document
+
+
+def _print(document: dict[str, Any], console: Console) -> None:
+    time_of = f" in {document['seconds']} s" if "seconds" in document else ""
+    table = new_table(f"{document['num_begun']} requests{time_of}", ("answer", "requests"))
     for status, number in sorted(document["statuses"].items()):
         table.add_row(status, f"{number}")
     table.add_row("over plain sockets", f"{sum(document['raw'].values())}")
-    for name, end_s in document["unfinished_s"].items():
+    for name, end_s in document.get("unfinished_s", {}).items():
         table.add_row(f"{name}, then silence", "kept" if end_s is None else f"closed after {end_s:g} s")
-    warm, after = document["usage"]["warm"], document["usage"]["after"]
+    usage = document.get("usage", {"warm": {}, "after": {}})
+    warm, after = usage["warm"], usage["after"]
     for name, words, unit in ((_MEMORY, "memory, MiB", 2**20), (_FILES, "open files", 1)):
         if name in warm and name in after:
             table.add_row(
@@ -431,7 +459,6 @@ def run_fuzz(options: FuzzOptions, console: Console) -> dict[str, Any]:
         console.print(f"[red]fault[/red] {kind}: {number}")
     for example in document["examples"][:5]:
         console.print(example, highlight=False, markup=False)
-    return document
 
 
 def has_failed(document: dict[str, Any]) -> bool:

@@ -2,8 +2,11 @@
 
 import gc
 import io
+import json
 import random
+import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -11,7 +14,7 @@ import pytest
 from fastapi import FastAPI, Request, Response
 from rich.console import Console
 
-from paceline.bench.serve.fuzz import BodyWriter, FuzzOptions, FuzzRequests, fault_of, has_failed, run_fuzz
+from paceline.bench.serve.fuzz import BodyWriter, FuzzOptions, FuzzTotals, fault_of, has_failed, run_fuzz, run_one
 from paceline.bench.serve.fuzz_sockets import KINDS
 from paceline.config import EngineConfig
 from paceline.errors import PacelineError
@@ -149,12 +152,53 @@ def test_a_server_that_waits_for_heads_for_ever_fails(monkeypatch: pytest.Monkey
         assert {end_s is None for end_s in document["unfinished_s"].values()} == {bool(faults)}
 
 
-def test_requests_follow_from_the_seed() -> None:
-    def drawn(seed: int) -> list[Any]:
-        requests = FuzzRequests(DOCUMENT, random.Random(seed), "k")
-        return [requests.draw() for _ in range(200)]
+def recording() -> tuple[FastAPI, list[bytes]]:
+    """A server that takes all and keeps what came."""
+    app, bodies = FastAPI(openapi_url=None), []
 
-    assert drawn(5) == drawn(5) != drawn(6)
+    async def answer(request: Request) -> Response:
+        bodies.append(await request.body())
+        return Response("{}")
+
+    async def healthy() -> dict[str, str]:
+        return {}
+
+    app.add_api_route("/openapi.json", lambda: DOCUMENT, methods=["GET"])
+    app.add_api_route("/healthz", healthy, methods=["GET"])
+    app.add_api_route("/v1/completions", answer, methods=["POST"])
+    app.add_api_route("/v1/chat/completions", answer, methods=["POST"])
+    return app, bodies
+
+
+def test_a_request_follows_from_the_seed_and_its_number() -> None:
+    def sent(num_requests: int, **options: Any) -> list[bytes]:
+        app, bodies = recording()
+        with serve_app(app) as url:
+            fuzz(url, num_requests, concurrency=1, **options)
+        return bodies
+
+    whole = sent(60, seed=5)
+    first, rest = sent(40, seed=5), sent(20, seed=5, skip=40)
+    assert whole == first + rest and len(first) > 5 < len(rest)
+    assert whole != sent(60, seed=6)
+
+
+def test_a_run_that_is_cut_off_keeps_what_it_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    app, _ = recording()
+
+    async def cut_off(http: Any, number: int, request: Any, totals: FuzzTotals) -> None:
+        if number == 30:
+            signal.raise_signal(signal.SIGINT)
+        await run_one(http, number, request, totals)
+
+    monkeypatch.setattr("paceline.bench.serve.fuzz.run_one", cut_off)
+    monkeypatch.setattr("paceline.bench.serve.fuzz.SOCKET_SHARE", 0.0)
+    said = Console(file=io.StringIO(), width=200)
+    with serve_app(app) as url, pytest.raises(KeyboardInterrupt):
+        run_fuzz(FuzzOptions(url=url, num_requests=100, concurrency=4, skip=5, json=tmp_path / "fuzz.json"), said)
+    document = json.loads((tmp_path / "fuzz.json").read_text())
+    assert not document["is_complete"] and sum(document["statuses"].values()) > 20
+    assert "--skip 27 --requests 78 goes on" in said.file.getvalue(), said.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_bodies_are_the_schemas_own_unless_they_are_spoilt() -> None:
