@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from paceline.infra.replica.late_timers import StepWatch
 from paceline.machine import SystemClock
 
 CONTROLLER_VARIABLE = "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH"
@@ -30,10 +31,11 @@ class CarriedTime:
 
 
 def carry_time_on() -> None:
-    """Give this time to the parts of Serve's controller that look after replicas and proxies."""
+    """Give this time to the parts of Serve's controller that look after replicas and proxies, and watch for steps."""
     from ray._common.utils import Timer
     from ray.serve._private import deployment_state
 
     carried = CarriedTime()
     Timer.time = lambda _: carried.time()  # type: ignore[method-assign, assignment]
     deployment_state.time = carried  # type: ignore[assignment]
+    StepWatch().start()

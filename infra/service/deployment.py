@@ -22,6 +22,7 @@ from ray.serve.config import BackpressureConfig
 
 from paceline.config import ServiceConfig, to_dict
 from paceline.errors import ConfigError
+from paceline.infra.replica.late_timers import StepWatch
 from paceline.serving.api.app import build_api
 from paceline.serving.api.generation import ApiParts
 
@@ -98,6 +99,7 @@ class RunningReplica:
 
     def __init__(self, factory: str, config: dict[str, Any]) -> None:
         close_grpc_port()
+        StepWatch().start()
         replica_id = serve.get_replica_context().replica_id.unique_id
         self.parts = load_factory(factory)(config, replica_id)
         self._is_closed = False

@@ -14,6 +14,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
+from paceline.infra.replica.late_timers import StepWatch
 from paceline.infra.service.presence import Presence
 from paceline.names import REQUEST_ID_RULE, is_request_id
 from paceline.serving.wire.exchange import (
@@ -158,4 +159,5 @@ def middlewares() -> list[Middleware]:
     from paceline.infra.service.connections import Connection
 
     HTTP_PROTOCOLS["auto"] = f"{Connection.__module__}:{Connection.__qualname__}"  # Serve lets nobody choose a protocol
+    StepWatch().start()
     return [Middleware(Front, presence=Presence().start())]

@@ -23,6 +23,7 @@ from paceline.config import ServiceConfig
 from paceline.contracts import HttpMeters
 from paceline.errors import CapacityError, EngineStoppedError
 from paceline.infra.replica.exchange import INGRESS, NumbersExchange, ReplicaNumbers
+from paceline.infra.replica.late_timers import StepWatch
 from paceline.infra.replica.span_target import SpanTarget
 from paceline.infra.resume.client import MAX_SILENCE_S, ResumingClient
 from paceline.infra.resume.relay import answer_http, relay_router
@@ -119,6 +120,7 @@ class ResumeIngress:
     async def __init__(self, engines: DeploymentHandle, values: dict[str, Any]) -> None:  # type: ignore[misc]
         """Ready when an engine has said what it serves."""
         close_grpc_port()
+        StepWatch().start()
         keep_private()
         self._config = build(ServiceConfig, values)
         claim(self._config, own_application())
