@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import httpx
 
+from paceline.bench.common.event_lines import event_lines
 from paceline.errors import PacelineError
 
 T = TypeVar("T")
@@ -99,7 +100,7 @@ async def _read_whole(response: httpx.Response, answer: Answer) -> None:
 
 
 async def _read_stream(response: httpx.Response, answer: Answer) -> None:
-    async for line in response.aiter_lines():
+    async for line in event_lines(response):
         if not line.startswith("data: "):
             continue
         if line == "data: [DONE]":
@@ -203,6 +204,6 @@ def leave_streams(url: str, num: int) -> None:
         async with new_client(url) as client:
             for _ in range(num):
                 async with client.stream("POST", "/v1/completions", json={**long_body(), "stream": True}) as response:
-                    await anext(response.aiter_lines())
+                    await anext(event_lines(response))
 
     asyncio.run(main())

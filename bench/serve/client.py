@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from paceline.bench.common.event_lines import event_lines
 from paceline.errors import PacelineError
 
 REFUSED = "refused"
@@ -200,7 +201,7 @@ class StreamClient:
                 result.problem = f"{kind}: {text[:200]}"
                 result.retry_after_s = _seconds(response.headers.get("retry-after"))
                 return
-            async for line in response.aiter_lines():
+            async for line in event_lines(response):
                 if not line.startswith("data:"):
                     continue
                 data = line[5:].strip()

@@ -12,6 +12,8 @@ from paceline.serving.sampling.request import RoundEvent
 from paceline.serving.wire.choice import Choice, Piece, stats_body
 
 _encode = msgspec.json.Encoder().encode
+_LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
+"""Characters that clients take for the end of a line, and so of an event, though only line feeds are; and how JSON may write them."""
 
 
 def to_json(body: dict[str, Any]) -> bytes:
@@ -19,8 +21,11 @@ def to_json(body: dict[str, Any]) -> bytes:
 
 
 def sse(body: dict[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + _encode(body) + b"\n\n"
+    """One server-sent event, whose data is one line to every client."""
+    data = _encode(body)
+    for character, escaped in _LINE_ENDS:
+        data = data.replace(character, escaped)
+    return b"data: " + data + b"\n\n"
 
 
 SSE_DONE = b"data: [DONE]\n\n"

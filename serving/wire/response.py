@@ -10,7 +10,7 @@ from typing import Any
 from paceline.serving.sampling.request import RoundEvent
 from paceline.serving.wire.calls import CallDelta
 from paceline.serving.wire.choice import Choice, Piece, stats_body
-from paceline.serving.wire.format import Answer, to_json
+from paceline.serving.wire.format import Answer, sse
 
 Event = dict[str, Any]
 
@@ -74,8 +74,7 @@ class ResponseAnswer:
     def _written(self, events: Iterable[Event]) -> bytes:
         """Server-sent events, numbered; other than a chat's they have names."""
         return b"".join(
-            b"event: " + event["type"].encode() + b"\ndata: "
-            + to_json({**event, "sequence_number": next(self._sequence)}) + b"\n\n"
+            b"event: " + event["type"].encode() + b"\n" + sse({**event, "sequence_number": next(self._sequence)})
             for event in events
         )  # fmt: skip
 

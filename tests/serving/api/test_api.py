@@ -316,6 +316,29 @@ def test_an_error_event_ends_the_stream_without_done(url: str, engine: ScriptedE
     assert "[DONE]" not in answer.text
 
 
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("completions", {"prompt": "a"}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("responses", {"input": "a"}),
+    ],
+)
+def test_every_event_is_one_line_to_every_client(route: str, body: dict[str, object]) -> None:
+    """Some, httpx among them, end lines at all that Unicode calls a line end, which JSON may hold as it is."""
+    text = "a\u2028b\x85c\u2029d"
+    limit = {"max_output_tokens" if route == "responses" else "max_tokens": 99}
+    with serve_app(build_api(ApiParts(client=ScriptedEngine(text), tokenizer=TOKENIZER))) as url:
+        answer = httpx.post(f"{url}/v1/{route}", json={**body, **limit, "stream": True})
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    if route == "responses":
+        said = "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta")
+    else:
+        choices = [c for e in events for c in e["choices"]]
+        said = "".join(c["text"] if route == "completions" else c["delta"].get("content") or "" for c in choices)
+    assert said == text
+
+
 def test_the_openai_client_raises_on_an_error_event(client: openai.OpenAI, engine: ScriptedEngine) -> None:
     engine.fail_after = 1
     with pytest.raises(openai.APIError, match="caught fire"):
