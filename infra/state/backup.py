@@ -1,7 +1,7 @@
 """Backup: what a service knows in one file, and a service that goes on from such a file.
 
-A backup holds the controller's state, the decision log and the drafter versions; traces, which are users' data, only when
-asked for. It is taken while the service runs: the state is the snapshot that the controller writes every half minute, and
+A backup holds the controller's state, the decision log, the drafter versions and the learners, which hold no text; traces, which
+are users' data, only when asked for. It is taken while the service runs: the state is the snapshot that the controller writes every half minute, and
 entries of the log that are newer than it count for nothing once both are restored.
 """
 
@@ -31,7 +31,7 @@ from paceline.infra.state.layout import DECISIONS
 from paceline.infra.state.redis_clients import Keys, patient_client, redact
 from paceline.infra.state.redis_server import EmbeddedRedis
 from paceline.machine import SystemClock
-from paceline.paths import REGISTRY, TRACES, keep_private, make_private, open_atomic, service_home
+from paceline.paths import LEARNERS, REGISTRY, TRACES, keep_private, make_private, open_atomic, service_home
 from paceline.records import Setting, record, require
 
 FORMAT = 1
@@ -57,7 +57,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 @record()
 class BackupOptions:
-    """State, decision log and drafter versions of a service, which may be running; restore them by `paceline restore`.
+    """State, decision log, drafter versions and learners of a service, which may be running; restore them by `paceline restore`.
 
     Example: paceline backup --data-dir /mnt/paceline --out paceline.tar.
     """
@@ -123,7 +123,7 @@ def _members(home: Path, *, with_traces: bool) -> Iterator[Path]:
     """The state first: whatever is newer in the files behind it counts for nothing."""
     yield from sorted(home.glob(_SNAPSHOTS))
     yield home / DECISIONS
-    for name in (REGISTRY, *((TRACES,) if with_traces else ())):
+    for name in (REGISTRY, LEARNERS, *((TRACES,) if with_traces else ())):
         yield from sorted(p for p in (home / name).rglob("*") if p.is_file() and p.suffix != ".tmp")
 
 
