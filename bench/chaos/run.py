@@ -98,6 +98,15 @@ class ChaosOptions:
     drafter: A[str, Setting("Drafter with weights: a bundled one or DIR.", panel=SERVICE)] = "bundled"
     num_replicas: A[int, Setting("Serving replicas.", flag="replicas", ge=1, le=16, panel=SERVICE)] = 2
     width: A[int, Setting("Requests in flight.", flag="concurrency", ge=1, le=64, panel=SERVICE)] = 6
+    pause_s: A[
+        float,
+        Setting(
+            "Seconds between an answer and the next request, to leave a computer room.",
+            flag="pause",
+            ge=0,
+            panel=SERVICE,
+        ),
+    ] = 0.0
     max_tokens: A[int, Setting("Tokens of an answer.", ge=4, le=256, panel=SERVICE)] = 32
     json: JsonFile = None
     html: HtmlFile = None
@@ -155,7 +164,7 @@ class ChaosOptions:
             model=self.model, drafter=self.drafter, model_name=MODEL_NAME, dtype="float32", device="cpu", port=0,
             data_dir=str(data_dir), num_replicas=self.num_replicas, resume=self.is_resuming_answers,
             engine=EngineConfig(max_running=8, max_waiting=16, kv_bytes=KV_BYTES, num_threads=1),
-            policy=PolicyConfig(epoch_s=2.0, min_rows=128, holdback_percent=20, job_time_limit_s=10.0),
+            policy=PolicyConfig(epoch_s=2.0, min_rows=128, holdback_percent=20, job_time_limit_s=4.0),
             rollout=RolloutConfig(canary_percent=0),
             trace=TraceConfig(flush_interval_s=0.5, shard_rows=256, max_bytes=64 * 2**20),
             ingress=IngressConfig(num_replicas=2, max_wait_s=self.patience_s, max_resumes=10),
@@ -295,7 +304,9 @@ class FaultRun:
         )
         blow, status, note, problems = Blow(), "ok", "", []
         recovery_s: float | None = None
-        with Load(place.url, self._ask, width=options.width, timeout_s=options.patience_s) as load:
+        with Load(
+            place.url, self._ask, width=options.width, timeout_s=options.patience_s, pause_s=options.pause_s
+        ) as load:
             self._warm_up(load, around)
             began = time.monotonic()
             try:
