@@ -1,5 +1,7 @@
 """A burst ends in a result with its reason, only an accepted version is registered, and the next burst goes on from it."""
 
+import shutil
+
 import msgspec
 import numpy as np
 import pytest
@@ -37,19 +39,38 @@ FIELDS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def place(tmp_path):
-    """Store with three shards of 'math' and one of 'code', registry with a first drafter, and an order."""
-    store, registry = TraceStore(tmp_path / "traces"), DrafterRegistry(tmp_path / "registry")
-    shards = [store.write_shard([learnable_trace(f"m{k}-{i}") for i in range(60)], "math") for k in range(3)]
+NUM_REQUESTS = 90
+"""Of the class that the order is about."""
+SURE = 130
+"""Looks by which a learner is surely better; it is at the 87th."""
+
+
+@pytest.fixture(scope="module")
+def ordered(tmp_path_factory):
+    """Folder of a store with three shards of 'math' and one of 'code' and of a registry with a first drafter; an order."""
+    folder = tmp_path_factory.mktemp("ordered")
+    store, registry = TraceStore(folder / "traces"), DrafterRegistry(folder / "registry")
+    names = [[f"m{k}-{i}" for i in range(NUM_REQUESTS // 3)] for k in range(3)]
+    shards = [store.write_shard([learnable_trace(name) for name in own], "math") for own in names]
     other = store.write_shard([learnable_trace(f"c{i}", bucket="code") for i in range(8)], "code")
     first = registry.put(base_state(), **FIELDS).version
-    job = TrainJob(
+    return folder, TrainJob(
         job_id="j1", bucket="math", arm=ARM,
         base_version=first, first_version=first, shard_ids=shards, rehearsal_shard_ids=[other], seed=3,
         time_limit_s=120.0,
     )  # fmt: skip
-    return store, registry, job
+
+
+def copied(folder, to):
+    """(store, registry, states of learners) in a copy of a folder."""
+    shutil.copytree(folder, to, dirs_exist_ok=True)
+    return TraceStore(to / "traces"), DrafterRegistry(to / "registry"), LearnerStore(to / "learners")
+
+
+@pytest.fixture
+def place(ordered, tmp_path):
+    """Store, registry and order of a test of its own."""
+    return *copied(ordered[0], tmp_path)[:2], ordered[1]
 
 
 def run(place, job=None, target=TARGET, **options):
@@ -76,6 +97,25 @@ def stop_at(count):
     return lambda: next(looks) >= count
 
 
+def accepted_burst(ordered, folder, job, looks):
+    """(folder behind a burst that was stopped when its learner was surely better, order, result)."""
+    store, registry, learners = copied(ordered[0], folder)
+    result = run((store, registry, job), should_stop=stop_at(looks), learners=learners)
+    assert result.status == "accepted", result.reason
+    return folder, job, result
+
+
+@pytest.fixture(scope="module")
+def begun(ordered, tmp_path_factory):
+    return accepted_burst(ordered, tmp_path_factory.mktemp("begun"), ordered[1], SURE)
+
+
+@pytest.fixture(scope="module")
+def begun_delta(ordered, tmp_path_factory):
+    job = changed(ordered[1], arm=LORA)
+    return accepted_burst(ordered, tmp_path_factory.mktemp("delta"), job, 200)
+
+
 def test_a_learner_that_is_surely_better_becomes_a_version(place, learners):
     _, registry, job = place
     done, beats = [], []
@@ -94,41 +134,40 @@ def test_a_learner_that_is_surely_better_becomes_a_version(place, learners):
     (elsewhere,) = result.elsewhere.values()
     assert [s.version for s in elsewhere] == [result.version, job.base_version]
     assert elsewhere[0].num_requests > 0 and "surely better" in result.reason
-    assert result.train_s > 0 and result.shadow_s > 0 and beats and done[-1][0] == done[-1][1] == 180, (
+    assert result.train_s > 0 and result.shadow_s > 0 and beats and done[-1][0] == done[-1][1] == NUM_REQUESTS, (
         "what was paid for is read"
     )
     registry.load_state(result.version, target_version=TARGET.version)
 
 
-def test_the_learner_goes_on_from_its_version_without_reading_anything_twice(place, learners):
-    first = run(place, should_stop=stop_at(150), learners=learners)
-    assert first.status == "accepted", first.reason
-    job = changed(place[2], base_version=first.version, job_id="j2")
+def test_the_learner_goes_on_from_its_version_without_reading_anything_twice(begun, tmp_path):
+    folder, ordered, first = begun
+    store, registry, learners = copied(folder, tmp_path)
+    job = changed(ordered, base_version=first.version, job_id="j2")
     tensors, record = learners.load(key_of(job))
     assert record["evidence"]["test"]["num_requests"] == 0 and record["num_rows"] == 0 and record["step"] > 0
     read = set(tensors["seen"].tolist())
-    second = run(place, job, learners=learners)
+    second = run((store, registry, job), learners=learners)
     assert second.incumbent.version == first.version and second.first.version == job.first_version
     assert second.first.acceptance_length < second.incumbent.acceptance_length
     after = learners.load(key_of(job, second.version))[0]["seen"].tolist() if second.version else None
     after = after or learners.load(key_of(job))[0]["seen"].tolist()
     assert read < set(after) and len(after) == len(set(after))
-    assert len(after) <= 180 + 8  # requests of the class and of the other one
+    assert len(after) <= NUM_REQUESTS + 8  # requests of the class and of the other one
 
 
-def test_a_new_learner_knows_what_the_version_that_it_begins_at_has_read(place, learners):
-    store, _, job = place
-    made = run(place, should_stop=stop_at(150), learners=learners)
-    assert made.status == "accepted", made.reason
+def test_a_new_learner_knows_what_the_version_that_it_begins_at_has_read(begun, tmp_path):
+    folder, ordered, made = begun
+    store, registry, learners = copied(folder, tmp_path)
     num_rehearsed = sum(new.num_requests for new, _ in made.elsewhere.values())
     store.write_shard([learnable_trace(f"c-{i}", bucket="code") for i in range(16)], "code")
     other = [s.shard_id for s in store.list_shards("code")]
-    job = changed(job, base_version=made.version, bucket="code", shard_ids=other, rehearsal_shard_ids=[])
-    result = run(place, job, learners=learners)
+    job = changed(ordered, base_version=made.version, bucket="code", shard_ids=other, rehearsal_shard_ids=[])
+    result = run((store, registry, job), learners=learners)
     assert num_rehearsed >= 2 and result.status == "learning"
     assert result.num_rows == 40 * (24 - num_rehearsed), "what was rehearsed is not new"
     assert result.candidate.num_requests == 24 - num_rehearsed - AVERAGED_STEPS
-    assert "has not read" in run(place, job, learners=learners).reason
+    assert "has not read" in run((store, registry, job), learners=learners).reason
 
 
 @pytest.mark.parametrize("limit", [110, 130])
@@ -180,8 +219,8 @@ def test_an_order_for_an_eagle_drafter_ends_with_a_better_one(place):
     assert (manifest.drafter_type, manifest.parent, manifest.config) == ("eagle3", first, model.config.to_dict())
 
 
-def test_a_gate_for_chains_scores_chains_and_knows_how_far_a_drafter_drafts(place):
-    tree, chain = (run(place, shadow=ShadowConfig(chain=k), should_stop=stop_at(150)) for k in (None, 2))
+def test_a_gate_for_chains_scores_chains_and_knows_how_far_a_drafter_drafts(place, begun):
+    tree, chain = begun[2], run(place, shadow=ShadowConfig(chain=2), should_stop=stop_at(SURE))
     assert chain.status == "accepted", chain.reason
     assert 1 <= chain.incumbent.acceptance_length < tree.incumbent.acceptance_length
     assert chain.candidate.acceptance_length <= 3, "two draft tokens and the bonus token"
@@ -195,20 +234,19 @@ def test_a_burst_of_a_few_requests_is_learned_and_says_nothing_yet(place, learne
     result = run(place, changed(job, shard_ids=[few]), learners=learners)
     assert (result.status, result.num_rows, result.candidate) == ("learning", 200, None)
     assert "none was scored yet" in result.reason
-    more = run(place, changed(job, job_id="j2"), should_stop=stop_at(150), learners=learners)
+    more = run(place, changed(job, job_id="j2"), should_stop=stop_at(SURE), learners=learners)
     assert more.num_rows_before == 200 and more.candidate is not None
 
 
-def test_repeating_an_order_without_a_state_gives_the_same_version(place):
-    one, two = (run(place, should_stop=stop_at(150)).version for _ in range(2))
-    assert one == two is not None
+def test_repeating_an_order_without_a_state_gives_the_same_version(place, begun):
+    assert run(place, should_stop=stop_at(SURE)).version == begun[2].version
 
 
 def test_a_state_of_another_drafter_is_left_alone_and_a_damaged_one_begins_anew(place, learners):
     job = place[2]
     learners.save(key_of(job), {"seen": torch.zeros(0, dtype=torch.int64)}, {"step": 3})
     learners.save(key_of(job, "f" * 12), {"seen": torch.zeros(0, dtype=torch.int64)}, {"step": 4})
-    result = run(place, should_stop=stop_at(150), learners=learners)
+    result = run(place, should_stop=stop_at(SURE), learners=learners)
     assert result.status == "accepted" and result.num_rows_before == 0
     assert learners.load(key_of(job, "f" * 12))[1]["step"] == 4
 
@@ -302,12 +340,12 @@ class FullDisk(DrafterRegistry):
 
 def test_a_full_disk_fails(place, tmp_path):
     store, _, job = place
-    result = run((store, FullDisk(tmp_path / "registry"), job), should_stop=stop_at(150))
+    result = run((store, FullDisk(tmp_path / "registry"), job), should_stop=stop_at(SURE))
     assert result.status == "failed" and "no space left" in result.reason
 
 
 def test_a_deleted_first_drafter_is_left_out(place):
-    result = run(place, changed(place[2], first_version="f" * 12), should_stop=stop_at(150))
+    result = run(place, changed(place[2], first_version="f" * 12), should_stop=stop_at(SURE))
     assert result.status == "accepted" and result.first is None
 
 
@@ -320,11 +358,9 @@ def test_thread_count_is_restored(place):
 LORA = ArmSpec(name="lora", parameters="lora", num_rows=8000, learning_rate=5e-3, rehearsal_share=0.25, rank=8)
 
 
-def test_a_learner_of_a_delta_registers_factors_that_add_to_the_base_and_goes_on_with_them(place, learners):
-    _, registry, job = place
-    job = changed(job, arm=LORA)
-    result = run(place, job, should_stop=stop_at(260), learners=learners)
-    assert result.status == "accepted", result.reason
+def test_a_learner_of_a_delta_registers_factors_that_add_to_the_base_and_goes_on_with_them(begun_delta, tmp_path):
+    folder, job, result = begun_delta
+    store, registry, learners = copied(folder, tmp_path)
     manifest, base = registry.get_manifest(result.version), registry.get_manifest(job.base_version)
     assert (manifest.parent, manifest.delta_of, manifest.arm) == (job.base_version, job.base_version, "lora")
     assert manifest.num_bytes < base.num_bytes
@@ -336,16 +372,16 @@ def test_a_learner_of_a_delta_registers_factors_that_add_to_the_base_and_goes_on
     read = learners.load(key_of(job, result.version))[0]
     assert all(torch.equal(read[f"mean/{name}"], factors[name]) for name in factors)
     job = changed(job, base_version=result.version, job_id="j2")
-    again = run(place, job, should_stop=stop_at(400), learners=learners)
+    again = run((store, registry, job), should_stop=stop_at(400), learners=learners)
     assert again.incumbent.version == result.version and again.status == "accepted", again.reason
     assert registry.get_manifest(again.version).delta_of == manifest.delta_of, "deltas do not pile up"
 
 
-def test_whole_weights_can_be_learned_from_a_delta(place, learners):
-    _, registry, job = place
-    made = run(place, changed(job, arm=LORA), should_stop=stop_at(260), learners=learners)
-    job = changed(job, base_version=made.version, job_id="j2")
-    again = run(place, job, should_stop=stop_at(260), learners=learners)
+def test_whole_weights_can_be_learned_from_a_delta(ordered, begun_delta, tmp_path):
+    folder, _, made = begun_delta
+    store, registry, learners = copied(folder, tmp_path)
+    job = changed(ordered[1], base_version=made.version, job_id="j2")
+    again = run((store, registry, job), should_stop=stop_at(260), learners=learners)
     assert again.incumbent.version == made.version and again.candidate.acceptance_length > 0, again.reason
     assert again.status == "accepted" and registry.get_manifest(again.version).delta_of is None
 
