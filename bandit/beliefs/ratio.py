@@ -32,13 +32,21 @@ class RatioSums(msgspec.Struct):
 
     def merge(self, other: RatioSums) -> None:
         """Add another pool's units."""
-        for name in self.__struct_fields__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.n += other.n
+        self.y += other.y
+        self.x += other.x
+        self.yy += other.yy
+        self.xx += other.xx
+        self.xy += other.xy
 
     def discount(self, factor: float) -> None:
         """Weigh everything seen so far by `factor` in [0, 1]."""
-        for name in self.__struct_fields__:
-            setattr(self, name, getattr(self, name) * factor)
+        self.n *= factor
+        self.y *= factor
+        self.x *= factor
+        self.yy *= factor
+        self.xx *= factor
+        self.xy *= factor
 
     def ratio(self) -> float | None:
         """sum(y) / sum(x), None without data."""

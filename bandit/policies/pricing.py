@@ -139,20 +139,23 @@ def price_jobs(
         recall_rate = sum(recall_rates.get(b, 0.0) for b in (name, *others)) if recall_rates is not None else 0.0
         least = swap_gain(belief, hysteresis * costs.staging_s(num_replicas), horizon_s)
         found = []
+        before, unsure = belief.learner_rows, belief.unsure
+        log_evidence = None if unsure is None else unsure.log_evidence
+        by_rows: dict[int, tuple[float, float, float]] = {}  # what hangs on the rows alone, whatever the arm
         # of another one what the class's learner knows would be lost
         goes_on = [a for a in arms if a.parameters == belief.learner_parameters]
         for template in goes_on or arms:
             for rows in row_counts(template, belief.fresh_rows, min_rows):
                 arm = sized(template, rows)
-                share, new = _lesson(belief, arm)
+                if arm.num_rows not in by_rows:
+                    rise = evidence.sure_rise(name, before, arm.num_rows, least, log_evidence)
+                    by_rows[arm.num_rows] = (*_lesson(belief, arm), belief.length * rise)
+                share, new, sure = by_rows[arm.num_rows]
                 mean, sd = gains.predict(name, arm, room, share, new)
                 cost = costs.predict(arm, busy=busy, num_replicas=num_replicas, price=trainer_price)
-                before, unsure = belief.learner_rows, belief.unsure
                 if unsure is not None:
                     growth, doublings = share / max(learned_share(before), 1e-9), math.log2(1.0 + arm.num_rows / before)
                     mean, sd = unsure.blended(mean, sd, growth, misfit_sd(arm) * room * doublings)
-                log_evidence = None if unsure is None else unsure.log_evidence
-                sure = belief.length * evidence.sure_rise(name, before, arm.num_rows, least, log_evidence)
                 found.append((arm, share, new, cost, mean, sd, sure))
         gained = _expected_gains(belief, [job[4:] for job in found], known)
         for (arm, share, new, cost, mean, _, sure), (gain, later) in zip(found, gained.tolist(), strict=True):
@@ -210,7 +213,8 @@ def _expected_gains(belief: BucketBelief, jobs: list[tuple[float, float, float]]
 
     jobs: mean and standard deviation of the rise of the acceptance length, and the least that becomes sure.
     """
-    means, sds, sure_rises = np.hsplit(np.array(jobs).reshape(-1, 3), 3)
+    table = np.array(jobs).reshape(-1, 3)
+    means, sds, sure_rises = table[:, :1], table[:, 1:2], table[:, 2:]
     gains = passed_gains(belief, means + sds * QUANTILES, sure_rises)
     return np.stack((gains.mean(1), np.maximum(gains - known, 0.0).mean(1)), 1)
 

@@ -79,6 +79,9 @@ class Executor:
         self.first_s = traffic.tokens @ traffic.token_s(self.first)  # (T,)
         self.written = traffic.rows()
         self.staging_s = outcomes.staging_s * traffic.num_replicas
+        self._seconds: dict[tuple[int, float, int], tuple[float, float]] = {}
+        self._made: dict[tuple[int, int, float, bytes], np.ndarray | None] = {}
+        """What jobs take and make: the plans of a search have most jobs in common."""
 
     def run(self, plans: list[list[PlannedJob]]) -> list[Outcome]:
         """Train by each plan, serve as well as the versions there are allow."""
@@ -92,11 +95,10 @@ class Executor:
         free = 0
         for job in sorted(plan, key=lambda j: j.step):
             k = max(job.step, free - 1)
-            arm = self.arms[job.arm]
             rows = min(job.rows, float(self.written[min(k, steps - 1), job.domain] - read[job.domain]))
             if k >= steps - 1 or rows < 1 or self.outcomes.is_bad(k):
                 continue
-            seconds, scoring = (float(s) for s in self.outcomes.job_seconds(arm, rows, k))
+            seconds, scoring = self._job_seconds(job.arm, rows, k)
             end = k + 1 + int(np.ceil((seconds + scoring) / step_s))
             if end >= steps:
                 continue
@@ -108,20 +110,37 @@ class Executor:
             free = end
             read[job.domain] += rows
             base = self._base(lengths, ready, job, k)
-            share = self.outcomes.share(job.domain, base[job.domain : job.domain + 1])
-            closed = float(self.outcomes.closed(job.domain, arm, np.array([rows]), share)[0, 0])
-            events.append({"t": (k + 1) * step_s, "action": "train", "bucket": self.traffic.labels[job.domain], "what": arm.name, "reason": f"{rows:.0f} rows, known to pay"})  # fmt: skip
-            if self.outcomes.gain(job.domain, base, closed) <= 0:
-                continue
-            lengths.append(self.outcomes.trained(job.domain, base, closed))
-            ready.append(end)
+            events.append({"t": (k + 1) * step_s, "action": "train", "bucket": self.traffic.labels[job.domain], "what": self.arms[job.arm].name, "reason": f"{rows:.0f} rows, known to pay"})  # fmt: skip
+            made = self._version(job.domain, job.arm, rows, base)
+            if made is not None:
+                lengths.append(made)
+                ready.append(end)
         return Trained(np.stack(lengths), np.array(ready), train_s, shadow_s, busy, events)
 
+    def _job_seconds(self, arm: int, rows: float, step: int) -> tuple[float, float]:
+        key = (arm, rows, step)
+        if key not in self._seconds:
+            training, scoring = self.outcomes.job_seconds(self.arms[arm], rows, step)
+            self._seconds[key] = float(training), float(scoring)
+        return self._seconds[key]
+
+    def _version(self, domain: int, arm: int, rows: float, base: np.ndarray) -> np.ndarray | None:
+        """(D,) lengths of the version that a job makes; None when it is no better than its base."""
+        key = (domain, arm, rows, base.tobytes())
+        if key not in self._made:
+            share = self.outcomes.share(domain, base[domain : domain + 1])
+            closed = float(self.outcomes.closed(domain, self.arms[arm], np.array([rows]), share)[0, 0])
+            is_better = self.outcomes.gain(domain, base, closed) > 0
+            self._made[key] = self.outcomes.trained(domain, base, closed) if is_better else None
+        return self._made[key]
+
     def _base(self, lengths: list[np.ndarray], ready: list[int], job: PlannedJob, k: int) -> np.ndarray:
-        if job.from_first:
-            return self.first
-        known = [v for v, at in zip(lengths, ready, strict=True) if at <= k + 1]
-        return max(known, key=lambda v: float(v[job.domain]))
+        best = self.first
+        if not job.from_first:
+            for version, at in zip(lengths, ready, strict=True):
+                if at <= k + 1 and version[job.domain] > best[job.domain]:
+                    best = version
+        return best
 
     def _serve(self, trained: list[Trained]) -> list[Outcome]:
         """The cheapest sequence of versions for every domain of every plan."""

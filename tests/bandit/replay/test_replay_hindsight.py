@@ -40,7 +40,7 @@ def test_the_plan_comes_near_an_exhaustive_search_of_tiny_services(forgetting):
 
 @pytest.mark.parametrize("changes", CELLS)
 def test_it_lies_between_every_policy_and_the_bound(changes):
-    cell = _cell(changes)
+    cell = _cell({"duration_s": 600.0, **changes})
     for seed in range(2):
         plan = simulate(cell, "oracle", {}, seed).net_s
         assert plan <= simulate(cell, "bound", {}, seed).net_s + 1e-6

@@ -1,12 +1,9 @@
-"""The hindsight bound equals exhaustive search where both are exact, and nothing beats it."""
-
-import functools
+"""The hindsight bound equals exhaustive search where both are exact, and no plan beats it; for policies see test_replay_hindsight.py."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.bandit.policies.table import POLICIES
 from paceline.bandit.replay.oracle import hindsight
 from paceline.bandit.replay.scenario import Scenario
 from paceline.bandit.replay.simulate import simulate
@@ -31,21 +28,6 @@ def test_no_plan_of_a_tiny_service_beats_the_bound(seed, forgetting, slowdown):
     assert bound.net_s >= exhaustive(traffic, outcomes, slowdown) - 1e-6
 
 
-@functools.cache
-def bound_s(cell: Scenario, seed: int) -> float:
-    return simulate(cell, "bound", {}, seed).net_s
-
-
-@pytest.mark.parametrize("policy", list(POLICIES))
-@pytest.mark.parametrize(
-    "changes", [{}, {"recurrence": "fresh", "forgetting": 0.4}, {"bad_jobs": 0.3}, {"batch_size": 32}, {"load": 8.0}]
-)
-def test_no_policy_beats_the_bound(policy, changes):
-    cell = Scenario(name="x", regime_s=200.0, duration_s=600.0, train_cost=0.3, **changes)
-    for seed in range(2):
-        assert simulate(cell, policy, {}, seed).net_s <= bound_s(cell, seed) + 1e-6
-
-
 def test_the_plan_adds_up_to_the_bound():
     cell = Scenario(name="x", regime_s=300.0, duration_s=1200.0, train_cost=0.3)
     bound = simulate(cell, "bound", {}, 0)
@@ -54,7 +36,7 @@ def test_the_plan_adds_up_to_the_bound():
 
 
 def test_a_cheaper_trainer_is_booked_as_cheaper_by_the_service_and_by_the_plans():
-    cell = Scenario(name="x", regime_s=300.0, duration_s=1800.0, train_cost=1.0)
+    cell = Scenario(name="x", regime_s=300.0, duration_s=1200.0, train_cost=1.0)
     dear, cheap = (simulate(cell, "interval", {"interval_s": 300.0, "trainer_price": p}, 3) for p in (1.0, 0.25))
     assert dear.num_jobs == cheap.num_jobs > 2  # a policy that looks at no price does the same
     assert cheap.spent["training"] == pytest.approx(0.25 * dear.spent["training"])
