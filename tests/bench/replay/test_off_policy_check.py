@@ -9,6 +9,7 @@ from rich.console import Console
 from scipy import stats
 from typer.testing import CliRunner
 
+from paceline.bench.replay import off_policy
 from paceline.bench.replay.off_policy import (
     CELL,
     KEEP,
@@ -24,6 +25,7 @@ from paceline.cli.main import app
 from paceline.errors import PacelineError
 
 QUIET = Console(quiet=True)
+SHORT = replace(CELL, duration_s=900.0)
 PAYOFF = Variant(policy="payoff")
 
 
@@ -47,13 +49,14 @@ def test_the_logging_policy_acts_as_often_as_it_says():
 
 
 def test_a_check_repeats_by_seed():
-    task = Task(scenario=replace(CELL, duration_s=900.0), variant=PAYOFF, seed=1)
+    task = Task(scenario=replace(CELL, duration_s=600.0), variant=PAYOFF, seed=1)
     assert check_one(task, draws=2) == check_one(task, draws=2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_doubly_robust_estimates_cover_the_truth_and_err_no_more_than_importance_sampling():
+def test_doubly_robust_estimates_cover_the_truth_and_err_no_more_than_importance_sampling(monkeypatch):
+    monkeypatch.setattr(off_policy, "CELL", SHORT)
     (found,) = run_check([PAYOFF], 12, workers=1, console=QUIET, draws=2, study=6)
     assert found["doubly robust"]["rmse"] <= found["IPS"]["rmse"]
     assert is_consistent(*found["covers_log"]) and is_consistent(*found["covers_told"])
@@ -90,7 +93,8 @@ def test_bad_arguments_are_answered_in_one_sentence(arguments, message):
     assert isinstance(result.exception, PacelineError) and message in str(result.exception)
 
 
-def test_the_command_prints_and_writes_the_comparison(tmp_path):
+def test_the_command_prints_and_writes_the_comparison(tmp_path, monkeypatch):
+    monkeypatch.setattr(off_policy, "CELL", replace(CELL, duration_s=600.0))
     out = tmp_path / "check.json"
     result = CliRunner().invoke(
         app, ["replay", "off-policy", "--policies", "never,interval", "--seeds", "2", "--json", str(out)]
