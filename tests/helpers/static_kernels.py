@@ -165,10 +165,11 @@ class StrictGraphs:
 
     def __init__(self) -> None:
         self.num_captured = 0
+        self._fakes = FakeTensorMode(allow_non_fake_inputs=True)  # one for all: it keeps a fake of every weight
 
     def capture(self, run):
         run()  # first: what is made once and kept must be real
-        with NoHostReads(), FakeTensorMode(allow_non_fake_inputs=True):
+        with NoHostReads(), self._fakes:
             run()
         self.num_captured += 1
         return _Graph(run)

@@ -18,6 +18,7 @@ from paceline.serving.engine.engine import Engine
 from paceline.serving.loading.target_graphs import GraphedTarget
 from paceline.serving.sampling import draw
 from paceline.serving.target_model.model import TargetModel
+from tests.helpers.covering import pairwise
 from tests.helpers.engines import Sinks
 from tests.helpers.fakes import greedy_continuation, tiny_model, tiny_tokenizer
 from tests.helpers.graph_engines import (
@@ -40,11 +41,14 @@ from tests.helpers.trees import DevicePolicy
 MAX_EAGER = 10
 """Launches of a round beside those inside of graphs, replays and the download of what the host reads included."""
 FAMILIES = ("specblock", "jetspec", "dflash", "eagle3", "eagle3 by twos")
+COUNTS = (1, 3, 8)
+TEMPERATURES = {"greedy": (0.0,), "sampled": (0.9, 0.0, 0.7)}
+ROUNDS = pytest.mark.parametrize("temperatures", TEMPERATURES.values(), ids=TEMPERATURES)
 
 
 @functools.cache
-def make_target(kernels=None):
-    model = tiny_model("qwen3", layers=4, context=CONTEXT)
+def make_target(kernels=None, layers=4):
+    model = tiny_model("qwen3", layers=layers, context=CONTEXT)
     target = TargetModel.from_model(model, tiny_tokenizer(), fast_path=False, version="tiny")
     if kernels is not None:
         target.kernels = kernels
@@ -58,8 +62,14 @@ def make_prompts(count, temperatures):
     return [(p, temperatures[i % len(temperatures)]) for i, p in enumerate(prompts)]
 
 
-@pytest.mark.parametrize("count", [1, 3, 8])
-@pytest.mark.parametrize("temperatures", [(0.0,), (0.9, 0.0, 0.7)], ids=["greedy", "sampled"])
+@functools.cache
+def plain_tokens(count, temperatures, **params):
+    """What an engine without a drafter answers to these prompts."""
+    return generate(make_engine(make_target(), DrafterSlots()), make_prompts(count, temperatures), **params)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@ROUNDS
 def test_tokens_are_those_of_an_engine_without_graphs(count, temperatures):
     prompts, plain, target = make_prompts(count, temperatures), make_target(), make_target(STATIC_KERNELS)
     build, _ = specblock(target)
@@ -81,7 +91,7 @@ def test_parallel_heads_draft_by_graph_and_the_tokens_are_the_target_s(count, is
     build, backend = parallel_head(target, is_causal=is_causal), CountingGraphs()
     policy = DevicePolicy(TREE, vocab_size=target.vocab_size)
     engine = make_engine(target, DrafterSlots(build(), "v1", first=build(), spawn=build), backend, policy)
-    assert generate(engine, prompts) == generate(make_engine(make_target(), DrafterSlots()), prompts)
+    assert generate(engine, prompts) == plain_tokens(count, (0.0, 0.8))
     assert engine.stats()["num_drafter_failures"] == 0
     assert backend.num_replays >= 2 * engine.stats()["num_rounds"], "the block and verify of every round were replayed"
 
@@ -135,31 +145,26 @@ def steady_rounds(family, count, temperatures, *, has_traces, policy):
     return [f for f, a, b, c in zip(found[2:], running, running[1:], running[2:], strict=False) if a == b == c > 0]
 
 
-ROUNDS = pytest.mark.parametrize("temperatures", [(0.0,), (0.9, 0.0, 0.7)], ids=["greedy", "sampled"])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("count", [1, 3, 8])
-@pytest.mark.parametrize("has_traces", [False, True], ids=["", "traces"])
-@ROUNDS
-def test_a_round_launches_little_beside_its_graphs(count, family, temperatures, has_traces, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "count", "draws", "sinks"), pairwise(FAMILIES, COUNTS, TEMPERATURES, ("no traces", "traces"))
+)
+def test_a_round_launches_little_beside_its_graphs(family, count, draws, sinks, monkeypatch):
     """One upload, a replay for the drafter and three for the target, one download: as many whatever the batch."""
     monkeypatch.setenv(ISA_VARIABLE, "none")
-    rounds = steady_rounds(family, count, temperatures, has_traces=has_traces, policy="fixed")
+    rounds = steady_rounds(family, count, TEMPERATURES[draws], has_traces=sinks == "traces", policy="fixed")
     assert len(rounds) >= 2 and all(names["replay"] >= 3 for names, _ in rounds)
     assert max(names["replay"] for names, _ in rounds) >= 4, "a drafter's replay"
     most = max((names for names, _ in rounds), key=lambda names: names.total())
     assert most.total() + 1 <= MAX_EAGER, most
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("count", [1, 3, 8])
-@pytest.mark.parametrize("policy", ["fixed", "bastion", "adaptive"])
-@ROUNDS
-def test_a_round_waits_once(count, family, temperatures, policy, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "count", "policy", "draws"), pairwise(FAMILIES, COUNTS, ("fixed", "bastion", "adaptive"), TEMPERATURES)
+)
+def test_a_round_waits_once(family, count, policy, draws, monkeypatch):
     """Masses, checks and what calibration learns from come with the accepted paths."""
     monkeypatch.setenv(ISA_VARIABLE, "none")
-    rounds = steady_rounds(family, count, temperatures, has_traces=True, policy=policy)
+    rounds = steady_rounds(family, count, TEMPERATURES[draws], has_traces=True, policy=policy)
     assert len(rounds) >= 2 and all(waits == {"cpu": 1} for _, waits in rounds), [waits for _, waits in rounds]
 
 
@@ -169,7 +174,7 @@ def test_graphs_and_drafting_with_one_read_work_together(count):
     build, _ = specblock(target)
     policy = DevicePolicy(TREE, vocab_size=target.vocab_size)
     engine = make_engine(target, DrafterSlots(build(), "v1"), CountingGraphs(), policy)
-    assert generate(engine, prompts) == generate(make_engine(make_target(), DrafterSlots()), prompts)
+    assert generate(engine, prompts) == plain_tokens(count, (0.0, 0.8))
     assert engine.stats()["num_drafter_failures"] == 0
 
 
@@ -184,7 +189,7 @@ def test_every_graph_of_an_engine_can_be_captured(family, monkeypatch):
             getattr(built, field.name).zero_()
         return built
 
-    target = make_target(dataclasses.replace(STATIC_KERNELS, build_trees=no_trees))
+    target = make_target(dataclasses.replace(STATIC_KERNELS, build_trees=no_trees), layers=2)
     policy = DevicePolicy(TREE, vocab_size=target.vocab_size, kernels=target.kernels)
     slots, backend = DrafterSlots(build_family(family, target)(), "v1"), StrictGraphs()
     small = {"max_running": 1, "tree": dataclasses.replace(TREE, max_draft_tokens=3), "prefill_chunk_tokens": 20}
@@ -207,6 +212,11 @@ def crowd(temperatures):
 CHUNKS = {"prefill_chunk_tokens": 24, "min_prefill_tokens": 12}
 
 
+@functools.cache
+def plain_crowd(temperatures):
+    return generate(make_engine(make_target(), DrafterSlots(), **CHUNKS), crowd(temperatures), max_tokens=20)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @ROUNDS
 def test_rounds_with_prompt_rows_stay_on_the_device(family, temperatures, monkeypatch):
@@ -225,8 +235,7 @@ def test_rounds_with_prompt_rows_stay_on_the_device(family, temperatures, monkey
 
     with launches, waits:
         got = generate(engine, crowd(temperatures), note, max_tokens=20)
-    plain = make_engine(make_target(), DrafterSlots(), **CHUNKS)
-    assert got == generate(plain, crowd(temperatures), max_tokens=20)
+    assert got == plain_crowd(temperatures)
     assert engine.stats()["num_drafter_failures"] == 0
     windows = zip(found, found[1:], found[2:], strict=False)
     mixed = [
@@ -249,16 +258,24 @@ def test_rounds_with_prompt_rows_stay_on_the_device(family, temperatures, monkey
 FILTERS = ({}, {"top_p": 0.7}, {"top_k": 5, "min_p": 0.05})
 
 
+@functools.cache
+def plain_traces(**filters):
+    """Tokens and traces of an engine without a drafter."""
+    sinks = Sinks()
+    engine = make_engine(make_target(), DrafterSlots(), traces=sinks)
+    return generate(engine, make_prompts(5, TEMPERATURES["sampled"]), **filters), sinks
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("filters", FILTERS, ids=["plain", "top-p", "top-k"])
 def test_sampled_rounds_that_stay_on_the_device_draw_the_same_tokens_and_traces(family, filters, monkeypatch):
     monkeypatch.setenv(ISA_VARIABLE, "none")
-    prompts, target, (ours, theirs) = make_prompts(5, (0.9, 0.0, 0.7)), make_target(STATIC_KERNELS), (Sinks(), Sinks())
+    prompts, target, ours = make_prompts(5, TEMPERATURES["sampled"]), make_target(STATIC_KERNELS), Sinks()
     policy = DevicePolicy(TREE, vocab_size=target.vocab_size)
     backend = CountingGraphs()
     engine = make_engine(target, DrafterSlots(build_family(family, target)(), "v1"), backend, policy, ours)
-    plain = make_engine(make_target(), DrafterSlots(), traces=theirs)
-    assert generate(engine, prompts, **filters) == generate(plain, prompts, **filters)
+    expected_tokens, theirs = plain_traces(**filters)
+    assert generate(engine, prompts, **filters) == expected_tokens
     assert engine.stats()["num_drafter_failures"] == 0 and backend.num_replays >= 4 * engine.stats()["num_rounds"] - 4
     for got, expected in zip(*(sorted(s.traces, key=lambda t: t.request_id) for s in (ours, theirs)), strict=True):
         assert got.token_ids == expected.token_ids and torch.equal(got.topk_ids[:, 0], expected.topk_ids[:, 0])
@@ -282,7 +299,7 @@ def test_draws_that_need_more_of_the_vocabulary_are_made_again(monkeypatch):
     assert generate(engine, prompts, **filters) == expected and len(again) > 3
 
 
-@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("pages", [None, 26], ids=["", "few pages"])
 def test_accepted_drafts_are_committed_on_the_device(count, pages):
     """Right drafts, wrong siblings: what later rounds read is what the accepted rows left behind."""
@@ -310,7 +327,7 @@ def test_accepted_drafts_come_through_the_graphs():
     assert engine.stats()["num_rounds"] <= 6, "drafts were accepted"
 
 
-@pytest.mark.parametrize("temperatures", [(0.0,), (0.9, 0.0, 0.7)], ids=["greedy", "sampled"])
+@ROUNDS
 def test_requests_of_several_drafters_share_a_round_on_the_device(temperatures):
     """Adaptive, hold-back and plain requests side by side, and after a swap the twin's graphs."""
     target, groups = make_target(STATIC_KERNELS), (Group.ADAPTIVE, Group.STATIC, Group.PLAIN)
@@ -320,7 +337,7 @@ def test_requests_of_several_drafters_share_a_round_on_the_device(temperatures):
     policy = DevicePolicy(TREE, vocab_size=target.vocab_size)
     engine = make_engine(target, slots, UncountedGraphs(launches), policy)
     prompts = make_prompts(6, temperatures)
-    expected = generate(make_engine(make_target(), DrafterSlots()), prompts)
+    expected = plain_tokens(6, temperatures)
 
     def note(_):
         found.append(launches.names["replay"])
@@ -366,9 +383,7 @@ def test_rounds_of_a_text_drafter_come_between_those_by_graph(family, temperatur
     slots = DrafterSlots(build_family(family, target)(), "v1")
     engine = make_engine(target, slots, backend, policy, tree=tree)
     replays = backend.num_replays
-    assert generate(engine, prompts, max_tokens=40) == generate(
-        make_engine(make_target(), DrafterSlots()), prompts, max_tokens=40
-    )
+    assert generate(engine, prompts, max_tokens=40) == plain_tokens(3, temperatures, max_tokens=40)
     assert engine.stats()["num_drafter_failures"] == 0
     assert asked and backend.num_replays > replays
 
