@@ -22,7 +22,7 @@ import msgspec
 
 from paceline.config import IngressConfig
 from paceline.errors import CapacityError, EngineStoppedError, RequestError
-from paceline.infra.resume.stream import EngineFacts, decode_item, encode
+from paceline.infra.resume.stream import EngineFacts, decode_item, encode_request
 from paceline.machine import Clock, SystemClock
 from paceline.serving.api.generation import EngineInfo
 from paceline.serving.engine.buckets import DEFAULT_BUCKET
@@ -294,7 +294,7 @@ class ResumingClient:
         admitted: asyncio.Future[None],
     ) -> None:
         """Follow one engine to the end of the answer; raises _Broken when it does not get there."""
-        stream = self._open(encode(splice.next_request(self._elapsed_ms(progress))))
+        stream = self._open(encode_request(splice.next_request(self._elapsed_ms(progress)), self._clock.now()))
         is_over = False
         try:
             while True:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import msgspec
@@ -47,20 +48,34 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     holdback_percent: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class _SentRequest(GenerationRequest):
+    left_s: float | None = None
+    """Until its deadline when it was sent: the engine's clock may be another one. None from older releases, too."""
+
+
 encode = msgspec.msgpack.Encoder().encode
-_decode_request = msgspec.msgpack.Decoder(GenerationRequest).decode
+_decode_request = msgspec.msgpack.Decoder(_SentRequest).decode
 decode_item = msgspec.msgpack.Decoder(StreamItem).decode
 decode_facts = msgspec.msgpack.Decoder(EngineFacts).decode
+
+
+def encode_request(request: GenerationRequest, now_s: float) -> bytes:
+    """A request as it crosses. now_s: of the clock that its deadline is of."""
+    left_s = None if request.deadline_s is None else request.deadline_s - now_s
+    return encode(_SentRequest(**{f.name: getattr(request, f.name) for f in fields(request)}, left_s=left_s))
 
 
 async def stream_events(
     client: EngineClient, raw: bytes, *, max_silence_s: float = 30.0, sign_of_life_s: float = SIGN_OF_LIFE_S
 ) -> AsyncGenerator[bytes, None]:
-    """Submit an encoded GenerationRequest and yield encoded StreamItems; closing it early aborts the request.
+    """Submit a request of `encode_request` and yield encoded StreamItems; closing it early aborts the request.
 
     Raises: EngineStoppedError when the engine's thread has shown no life for max_silence_s.
     """
     request = _decode_request(raw)
+    if request.left_s is not None:
+        request = replace(request, deadline_s=client.now() + request.left_s)
     queue: asyncio.Queue[RoundEvent] = asyncio.Queue()
     loop = asyncio.get_running_loop()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import json
 import time
@@ -11,12 +12,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from paceline.config import EngineConfig, IngressConfig, TreeConfig
 from paceline.errors import CapacityError, EngineStoppedError
 from paceline.infra.resume.client import ResumingClient
-from paceline.infra.resume.stream import EngineFacts, StreamItem, decode_item, encode, stream_events
+from paceline.infra.resume.stream import EngineFacts, StreamItem, decode_item, encode, encode_request, stream_events
 from paceline.serving.api.app import build_api
 from paceline.serving.api.client import LocalEngineClient
 from paceline.serving.api.generation import ApiParts, EngineClient
@@ -368,6 +370,24 @@ def test_a_deadline_that_passes_while_no_engine_is_there_ends_the_request(place:
     run(main)
 
 
+@pytest.mark.parametrize("ahead_s", [-3660.0, 3660.0])
+def test_a_deadline_is_the_same_to_an_engine_whose_clock_is_another(ahead_s: float) -> None:
+    engine = ScriptedEngine()
+    engine.clock_s += ahead_s
+    request = GenerationRequest(request_id="r", prompt_token_ids=(5,), params=SamplingParams(), deadline_s=1030.0)
+
+    async def main() -> None:
+        async for _ in stream_events(engine, encode_request(request, 1000.0)):
+            pass
+
+    run(main)
+    (taken,) = engine.requests
+    assert taken.deadline_s == engine.clock_s + 30.0
+    assert msgspec.msgpack.decode(encode_request(request, 1000.0), type=GenerationRequest) == request  # to older engines
+    others = [f.name for f in dataclasses.fields(request) if f.name != "deadline_s"]
+    assert [getattr(taken, name) for name in others] == [getattr(request, name) for name in others]
+
+
 def test_heartbeat_and_holdback_follow_what_engines_say(place: Place) -> None:
     async def main() -> None:
         now = 100.0
@@ -390,7 +410,7 @@ def test_an_engine_whose_thread_is_silent_gives_no_sign_of_life() -> None:
     request = GenerationRequest(request_id="r", prompt_token_ids=(5,), params=SamplingParams())
 
     async def main() -> None:
-        items = stream_events(engine, encode(request), max_silence_s=1.0, sign_of_life_s=0.02)
+        items = stream_events(engine, encode_request(request, 0.0), max_silence_s=1.0, sign_of_life_s=0.02)
         assert decode_item(await anext(items)).refusal is None
         assert decode_item(await anext(items)).events == ()  # alive
         engine.heartbeat_s = 2.0

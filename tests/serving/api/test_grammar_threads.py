@@ -14,7 +14,7 @@ import pytest
 
 from paceline.config import EngineConfig
 from paceline.errors import RequestError
-from paceline.infra.resume.stream import decode_item, encode, stream_events
+from paceline.infra.resume.stream import decode_item, encode_request, stream_events
 from paceline.serving.api.app import build_api
 from paceline.serving.api.client import LocalEngineClient
 from paceline.serving.api.generation import NUM_THREADS, ApiParts, compile_in_thread
@@ -76,7 +76,7 @@ def test_an_engine_behind_an_ingress_compiles_there_too() -> None:
     request = GenerationRequest(request_id="r", prompt_token_ids=(5,), params=params)
 
     async def main() -> None:
-        items = stream_events(engine, encode(request))
+        items = stream_events(engine, encode_request(request, 0.0))
         first = asyncio.ensure_future(anext(items))
         try:
             await engine.compiles()
@@ -184,7 +184,7 @@ def test_grammars_of_others_in_between_do_not_make_the_event_loop_compile(
 
     monkeypatch.setattr(client, "submit_all", after_others)
     params = SamplingParams(max_tokens=4, grammar=GrammarSpec(kind="regex", text="[a-z]{4}"))
-    raw = encode(GenerationRequest(request_id="r", prompt_token_ids=(5,), params=params))
+    raw = encode_request(GenerationRequest(request_id="r", prompt_token_ids=(5,), params=params), 0.0)
 
     async def main() -> None:
         async for item in stream_events(client, raw):
@@ -227,7 +227,7 @@ def test_a_retry_under_the_same_request_id_gets_its_answer(gate: Gate, client: L
 def test_a_retry_on_the_engine_of_the_first_try_gets_its_answer(gate: Gate, client: LocalEngineClient) -> None:
     """Behind an ingress the first try may end at the engine after its retry has come there."""
     params = SamplingParams(max_tokens=4, grammar=GrammarSpec(kind="regex", text="[a-z]{4}"))
-    raw = encode(GenerationRequest(request_id="again", prompt_token_ids=(5,), params=params))
+    raw = encode_request(GenerationRequest(request_id="again", prompt_token_ids=(5,), params=params), 0.0)
 
     async def main() -> None:
         first = asyncio.ensure_future(anext(stream_events(client, raw)))
