@@ -16,6 +16,7 @@ from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.loading.families import build_drafter
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 from paceline.serving.target_model.model import TargetModel
+from tests.helpers.covering import pairwise
 from tests.helpers.drafters import eagle_for, head_for, specblock_for
 from tests.helpers.engines import Sinks
 from tests.helpers.fakes import tiny_model, tiny_tokenizer
@@ -24,9 +25,12 @@ from tests.helpers.static_kernels import STATIC_KERNELS
 from tests.helpers.trees import DevicePolicy
 
 BUCKETS = ("math", "code", "chat", "law", "")
-NUM_DELTAS, RANK = 3, 5
+NUM_DELTAS, RANK, NUM_TOKENS = 3, 5, 18
+FAMILIES = ("specblock", "eagle3", "jetspec", "dflash")
+TEMPERATURES = {"greedy": (0.0,), "sampled": (0.9, 0.0, 0.7)}
 
 
+@functools.cache
 def make_target(kernels=None):
     target = TargetModel.from_model(
         tiny_model("qwen3", layers=4, context=CONTEXT), tiny_tokenizer(), fast_path=False, version="tiny"
@@ -55,7 +59,7 @@ def generate(engine, temperatures, on_round=lambda: None, num_failures=0):
     shared = torch.randint(3, 64, (24,), generator=g).tolist()
     for i in range(2 * len(BUCKETS)):
         params = SamplingParams(
-            temperature=temperatures[i % len(temperatures)], max_tokens=26 + i, ignore_eos=True, seed=i
+            temperature=temperatures[i % len(temperatures)], max_tokens=NUM_TOKENS + i, ignore_eos=True, seed=i
         )
         request = GenerationRequest(
             request_id=f"r{i}", prompt_token_ids=(*shared, *torch.randint(3, 64, (3 + i,), generator=g).tolist()),
@@ -92,16 +96,14 @@ def listening(engine):
     return sinks
 
 
-@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "torch"])
-@pytest.mark.parametrize("temperatures", [(0.0,), (0.9, 0.0, 0.7)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("family", ["specblock", "eagle3", "jetspec", "dflash"])
+@pytest.mark.parametrize(("family", "draws", "forward"), pairwise(FAMILIES, TEMPERATURES, ("compiled", "torch")))
 def test_classes_with_deltas_get_the_targets_tokens_and_the_drafts_of_their_own_weights(
-    family, temperatures, is_compiled, monkeypatch
+    family, draws, forward, monkeypatch
 ):
     """Also behind a prompt whose drafter KV another version has written: one request after the other, the prefix cached."""
-    if not is_compiled:
+    if forward == "torch":
         monkeypatch.setenv(ISA_VARIABLE, "none")
-    target = make_target()
+    target, temperatures = make_target(), TEMPERATURES[draws]
     expected = plain_text(temperatures)
     build, state, deltas = make_drafters(target, family)
     first = build(state)
@@ -121,7 +123,7 @@ def test_classes_with_deltas_get_the_targets_tokens_and_the_drafts_of_their_own_
     assert sum(n for *_, n in accepted[0]) > 0
 
 
-@pytest.mark.parametrize("family", ["specblock", "eagle3", "jetspec", "dflash"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_all_versions_draft_in_one_pass(family):
     target = make_target()
     expected = plain_text((0.0,))
@@ -173,8 +175,8 @@ def test_a_delta_that_drafts_nonsense_stops_alone(family):
     assert {"v1", "v2", "v4"} <= drafted
 
 
-@pytest.mark.parametrize("temperatures", [(0.0,), (0.9, 0.0, 0.7)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("family", ["specblock", "eagle3", "jetspec", "dflash"])
+@pytest.mark.parametrize("temperatures", TEMPERATURES.values(), ids=TEMPERATURES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_by_graphs_too(family, temperatures, monkeypatch):
     monkeypatch.setenv(ISA_VARIABLE, "none")
     expected = plain_text(temperatures)
