@@ -138,7 +138,7 @@ def test_an_example_runs_and_no_policy_beats_its_bound(path):
 
 
 def test_a_formula_and_the_table_of_its_points_give_the_same_runs():
-    cell = Scenario(name="x", regime_s=300.0, duration_s=1500.0, train_cost=0.3)
+    cell = Scenario(name="x", regime_s=300.0, duration_s=900.0, train_cost=0.3)
     traffic, outcomes = draw_world(cell, 1)
     rows = np.concatenate([[0.0], np.geomspace(1e-3, 2.0**21, 20_000)])
     table = TableCurves(

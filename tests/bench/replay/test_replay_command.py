@@ -1,5 +1,6 @@
 """`paceline replay` runs a small grid to its reports and answers bad input in one sentence."""
 
+import dataclasses
 import json
 import re
 
@@ -169,7 +170,7 @@ def test_a_decision_log_is_valued_by_its_own_randomisation(tmp_path):
     from paceline.bench.replay.off_policy import CELL, Variant, simulated_world
 
     path, names = tmp_path / "replay.jsonl", {n: tmp_path / n for n in ("r.json", "r.html")}
-    world = simulated_world(CELL, Variant(policy="payoff"), 3)
+    world = simulated_world(dataclasses.replace(CELL, duration_s=900.0), Variant(policy="payoff"), 3)
     path.write_bytes(record(world))
     result = RUN.invoke(app, ["replay", str(path), "--policies", "never,payoff,always,oracle", "--seeds", "1", "--json", str(names["r.json"]), "--html", str(names["r.html"])])  # fmt: skip
     assert result.exit_code == 0, result.output

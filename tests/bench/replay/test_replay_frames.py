@@ -45,6 +45,8 @@ def test_columns_are_of_one_length_and_say_what_the_runs_netted(found):
 
 def test_worlds_come_as_tables_as_values_as_files_and_by_name(tmp_path):
     values = json.loads((Path(replay.__file__).parent / "worlds" / "nothing-to-gain.json").read_text())
+    for spell in values["traffic"]:
+        spell["steps"] = max(spell.get("steps", 1) // 4, 1)
     by_values = replay.replay(values, "payoff", seeds=1)
     by_table = replay.replay([replay.table_of(values)], "payoff", seeds=1)
     (tmp_path / "w.json").write_text(json.dumps(values))
