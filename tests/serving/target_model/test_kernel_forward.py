@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import pytest
@@ -18,13 +19,19 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reaso
 MAX_A_LAYER, MAX_BESIDE = 10, 9
 
 
-def verify_launches(kind, num_layers, trees, context=3):
-    """Kernels of a verify forward behind prompts of `context` tokens and some more."""
+@functools.cache  # that a target is right by its kernels is found out by the slow interpreter
+def make_target(kind, num_layers):
     model = tiny_model(kind, layers=num_layers, width=16, heads=2, kv_heads=1, context=512)
     target = TargetModel.from_model(
         model, tiny_tokenizer(), kernels=select_kernels("cpu", "triton"), tap_layers=(0, 1), version="tiny"
     )
     assert target.forward_name == "kernels"
+    return target
+
+
+def verify_launches(kind, num_layers, trees, context=3):
+    """Kernels of a verify forward behind prompts of `context` tokens and some more."""
+    target = make_target(kind, num_layers)
     names, contexts = [f"r{i}" for i in range(len(trees))], [context + 2 * i for i in range(len(trees))]
     pages, kv = PageAllocator(64, 16), target.new_kv_pool(64, 16, 16)
     for name, length in zip(names, contexts, strict=True):
@@ -53,9 +60,8 @@ def test_a_layer_takes_ten_launches(kind, trees, context):
 
 
 def test_the_modules_keep_their_parameters_as_views_of_the_joined_ones():
-    model, plain = (tiny_model("qwen3", layers=2, width=16, heads=2, kv_heads=1) for _ in range(2))
-    target = TargetModel.from_model(model, tiny_tokenizer(), kernels=select_kernels("cpu", "triton"), version="tiny")
-    assert target.forward_name == "kernels"
+    target = make_target("qwen3", 2)
+    model, plain = target.model, tiny_model("qwen3", layers=2, width=16, heads=2, kv_heads=1, context=512)
     for (name, own), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(own, other) and not own.is_inference(), name
     attention = model.get_decoder().layers[0].self_attn
