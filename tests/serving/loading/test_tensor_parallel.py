@@ -1,6 +1,5 @@
 """A target split over two ranks gives what the whole target gives, forward by forward and through the engine."""
 
-import itertools
 import os
 import re
 import signal
@@ -8,6 +7,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ SMALL = {
     "tree": TREE,
 }  # fmt: skip
 REFUSED = "PACELINE_TEST_REFUSED_CAPTURE"
-"""Variable: the capture that another rank refuses."""
+"""Variable: a file; while it is there, the other rank refuses its next capture."""
 
 
 def run_engine(target, drafter, prompts):
@@ -113,50 +113,48 @@ def follow_by_static_kernels(rank, settings):
     target, orders = tensor_parallel._load_rank(rank, settings)
     target.kernels = STATIC_KERNELS
     drop_tables(target)
-    if refused := os.environ.get(REFUSED):
-        EagerGraphs.capture = refuse(EagerGraphs.capture, int(refused))
+    EagerGraphs.capture = refuse_once(EagerGraphs.capture, Path(os.environ[REFUSED]))
     follow(target, orders, rank)
     dist.destroy_process_group()
 
 
-def refuse(capture, number):
-    """Captures of which one fails."""
-    numbers = itertools.count()
+def refuse_once(capture, asked):
+    """Captures of which one fails when a file asks for it."""
 
     def attempt(self, run):
         graph = capture(self, run)
-        if next(numbers) == number:
+        if asked.exists():
+            asked.unlink()
             raise RuntimeError("this rank cannot")
         return graph
 
     return attempt
 
 
-@pytest.fixture
-def split(tmp_path, monkeypatch):
-    """Function that splits a small target over two ranks; they part when the test ends."""
+@pytest.fixture(scope="module")
+def split(tmp_path_factory):
+    """A small target over two ranks, the same one whole, and the file that asks for a refusal.
+
+    Until the module ends: a process is a rank of one target at a time, so other splits come before.
+    """
+    folder = tmp_path_factory.mktemp("split")
     torch.manual_seed(0)
-    tiny_model("qwen3", layers=3, context=CONTEXT).save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    monkeypatch.setattr(tensor_parallel, "_run_rank", follow_by_static_kernels)
-    opened = []
-
-    def make():
-        target, ranks = load_parallel(tmp_path, size=2, device="cpu")
-        opened.append(ranks)
-        target.kernels = STATIC_KERNELS
-        return target, read_target(tmp_path, device="cpu", fast_path=False)
-
-    yield make
-    for ranks in opened:
-        ranks.close()
+    tiny_model("qwen3", layers=3, context=CONTEXT).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensor_parallel, "_run_rank", follow_by_static_kernels)
+        patch.setenv(REFUSED, str(folder / "refused"))
+        target, ranks = load_parallel(folder, size=2, device="cpu")
+    target.kernels = STATIC_KERNELS
+    yield target, read_target(folder, device="cpu", fast_path=False), folder / "refused"
+    ranks.close()
 
 
-def test_graphs_are_captured_and_replayed_by_every_rank(split):
-    target, whole = split()
+def test_graphs_are_captured_and_replayed_by_every_rank(split, monkeypatch):
+    target, whole, _ = split
     sent, orders = [], target.leader._orders
     put = orders.put
-    orders.put = lambda order, sizes: (sent.append(order), put(order, sizes))
+    monkeypatch.setattr(orders, "put", lambda order, sizes: (sent.append(order), put(order, sizes)))
     rng = torch.Generator().manual_seed(1)
     prompts = [(torch.randint(3, 64, (n,), generator=rng).tolist(), 0.0) for n in (9, 17, 4)]
     texts = [[*p, *greedy_continuation(whole, list(p), NUM_TOKENS + 8)] for p, _ in prompts]
@@ -173,9 +171,9 @@ def test_graphs_are_captured_and_replayed_by_every_rank(split):
     assert sent.count(Order.COMMIT) == 0, "no round ran eagerly"
 
 
-def test_what_another_rank_cannot_capture_runs_eagerly_everywhere(split, monkeypatch, caplog):
-    monkeypatch.setenv(REFUSED, "1")
-    target, whole = split()
+def test_what_another_rank_cannot_capture_runs_eagerly_everywhere(split, caplog):
+    target, whole, refused = split
+    refused.touch()
     engine = make_engine(target, DrafterSlots(), EagerGraphs(), **SMALL)
     (error,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
     assert re.fullmatch(r"graph .* could not be captured; .* runs eagerly: rank 1: this rank cannot", error)
