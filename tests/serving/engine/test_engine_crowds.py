@@ -13,7 +13,7 @@ from tests.helpers.constrained import VOCAB, target
 from tests.helpers.crowd import ADAPTIVE, Crowd, Outcome, answered_alone, asks, is_near_tie
 from tests.helpers.fakes import greedy_continuation
 
-SIZES = (1, 2, 3, 5, 8, 13, 16, 31, 32, 33, 47, 63, 64)
+SIZES = (1, 2, 8, 13, 32, 63, 64)
 
 
 def check(size: int, out: Outcome) -> None:
@@ -32,7 +32,7 @@ def test_answers_of_a_crowd_are_those_of_requests_alone(size):
     assert out.most_running >= 0.9 * size and out.num_drafted_full > 0, out
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 16, 33, 64])
+@pytest.mark.parametrize("size", [1, 5, 16, 33])
 def test_a_budget_that_adapts_changes_no_answer(size):
     check(size, Crowd(size, 2, ADAPTIVE).run())
 
