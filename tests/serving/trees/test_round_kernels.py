@@ -4,6 +4,7 @@ Kernels run in triton's interpreter; "spec" cases run the references behind the 
 """
 
 import dataclasses
+import functools
 import os
 
 import numpy as np
@@ -56,6 +57,7 @@ def kernels(request):
     return dataclasses.replace(select_kernels("cpu", "triton"), is_capturable=True)  # for a dry run of the graphs
 
 
+@functools.cache  # that its kernels are right is found out by the slow interpreter
 def make_target(kind, kernels=None, **changes):
     model = tiny_model(kind, **{"layers": 2, "width": 16, "heads": 2, "kv_heads": 1, "context": 96, **changes})
     fast_path = False if kernels is None else None
