@@ -51,7 +51,7 @@ def log(rng: np.random.Generator, wrong: float, noise: float = 0.5) -> Trajector
 @pytest.mark.parametrize("wrong", [1.0, 0.5, 0.0])
 def test_it_is_unbiased_whatever_the_model_and_its_pooled_intervals_cover(wrong):
     rng, truth = np.random.default_rng(0), value((), 1.0)
-    found = [[estimate(log(rng, wrong)).total_s for _ in range(60)] for _ in range(200)]
+    found = [[estimate(log(rng, wrong)).total_s for _ in range(30)] for _ in range(200)]
     means = np.array(found).ravel()
     assert abs(means.mean() - truth) < 4 * means.std() / np.sqrt(means.size)
     covered = sum(low <= truth <= high for _, low, high in map(pooled, found))

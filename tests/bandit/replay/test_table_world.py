@@ -201,7 +201,7 @@ def test_failures_come_at_their_rates():
     (arm,) = outcomes.arms
     ends = []
     for step in range(2500):
-        order = TrainOrder(step=step, domain=1, bucket="code", arm=arm, base=FIRST, rows=4000, rows_per_request=20.0, time_limit_s=1e9, decision_id=step)  # fmt: skip
+        order = TrainOrder(step=step, domain=1, bucket="code", arm=arm, base=FIRST, rows=4000, rows_per_request=100.0, time_limit_s=1e9, decision_id=step)  # fmt: skip
         truth = outcomes.train(order)
         harmed = truth.version is not None and outcomes.lengths(truth.version)[1] < 1.4
         ends.append("harmful" if harmed else truth.status)
