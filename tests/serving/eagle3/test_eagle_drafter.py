@@ -10,6 +10,7 @@ from paceline.serving.drafters.interface import Frontier
 from paceline.serving.eagle3.drafter import EagleDrafter
 from paceline.serving.trees.policy import TreePolicy
 from paceline.serving.trees.propose import DraftGroup
+from tests.helpers.covering import pairwise
 from tests.helpers.drafters import (
     TOLERANCE,
     Request,
@@ -67,12 +68,12 @@ def check_round(drafter, model, embed, requests, spans, rng):
         owners = [owners[i] for i in nodes]
 
 
-@pytest.mark.parametrize("count", [1, 3])
-@pytest.mark.parametrize("scattered", [False, True])
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"num_slots": 1, "num_kv_heads": 4}, {"norm_before_residual": True}, {"rope_scaling": (8.0, 1.0, 4.0, 64.0)}],
-)
+CHANGES = (
+    {}, {"num_slots": 1, "num_kv_heads": 4}, {"norm_before_residual": True}, {"rope_scaling": (8.0, 1.0, 4.0, 64.0)}
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("count", "scattered", "changes"), pairwise((1, 3), (False, True), CHANGES))
 def test_drafting_equals_the_training_forward_over_rounds(count, scattered, changes):
     rng = np.random.default_rng(3)
     model, embed = tiny_eagle(**changes)
