@@ -23,21 +23,27 @@ def _tasks(seeds=2):
     return plan(CELLS, variants(("never", "payoff", "oracle"), {}), seeds)
 
 
-def test_rows_come_in_the_order_of_the_tasks_and_hold_their_names():
-    rows = run_all(_tasks(), workers=1, resume=None, console=QUIET)
+@pytest.fixture(scope="module")
+def rows():
+    """Of one process."""
+    return run_all(_tasks(), workers=1, resume=None, console=QUIET)
+
+
+def test_rows_come_in_the_order_of_the_tasks_and_hold_their_names(rows):
     assert [(r["seed"], r["cell"], r["policy"]) for r in rows] == [
         (s, c, p) for s in (0, 1) for c in ("one", "two") for p in ("never", "payoff", "oracle")
     ]
 
 
-def test_two_processes_give_the_rows_of_one():
-    assert run_all(_tasks(1), workers=2, resume=None, console=QUIET) == run_all(_tasks(1), workers=1, resume=None, console=QUIET)  # fmt: skip
+def test_two_processes_give_the_rows_of_one(rows):
+    found = run_all(_tasks(1), workers=2, resume=None, console=QUIET)
+    assert found == rows[:6]
 
 
 def test_a_killed_run_goes_on_where_it_was_and_gives_the_same_result(tmp_path):
     scenario = tmp_path / "cells.yaml"
     scenario.write_text("regime_s: 300\nduration_s: 1200\ncells:\n  - {name: a}\n  - {name: b, recurrence: fresh}\n")
-    command = [sys.executable, "-m", "paceline.cli.main", "replay", str(scenario), "--policies", "payoff,oracle", "--seeds", "2", "--resume"]  # fmt: skip
+    command = [sys.executable, "-m", "paceline.cli.main", "replay", str(scenario), "--policies", "payoff,oracle", "--seeds", "40", "--resume"]  # fmt: skip
     killed = tmp_path / "killed"
     process = subprocess.Popen([*command, str(killed)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
@@ -47,12 +53,12 @@ def test_a_killed_run_goes_on_where_it_was_and_gives_the_same_result(tmp_path):
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    with (killed / RUNS_FILE).open("ab") as f:
-        f.write(b'{"key": "torn')  # what a kill within a write leaves
+    lines = (killed / RUNS_FILE).read_bytes().splitlines(keepends=True)[:2]  # however late a busy machine killed it
+    (killed / RUNS_FILE).write_bytes(b"".join(lines) + b'{"key": "torn')  # what a kill within a write leaves
     first = read_finished(killed)
     before = os.stat(killed / RUNS_FILE).st_size
     tasks = plan(read_scenarios(str(scenario)), variants(("payoff", "oracle"), {}), 2)
-    assert 2 <= len(first) < len(tasks)
+    assert 2 == len(first) < len(tasks)
     resumed = run_all(tasks, workers=1, resume=killed, console=QUIET)
     assert os.stat(killed / RUNS_FILE).st_size > before and set(first) <= {r["key"] for r in resumed}
     assert json.dumps(resumed) == json.dumps(run_all(tasks, workers=1, resume=None, console=QUIET))
@@ -112,14 +118,14 @@ def test_a_scenario_file_with_a_mistake_is_refused_in_one_sentence(tmp_path, tex
     assert "\n" not in str(caught.value)
 
 
-def test_a_ray_cluster_gives_the_rows_of_one_process():
+def test_a_ray_cluster_gives_the_rows_of_one_process(rows):
     import ray
 
     ray.init(
         address="local", num_cpus=1, include_dashboard=False, log_to_driver=False
     )  # others may run on this computer
     try:
-        rows = run_all(_tasks(1), workers=1, resume=None, console=QUIET, ray_address="auto")
+        found = run_all(_tasks(1), workers=1, resume=None, console=QUIET, ray_address="auto")
     finally:
         ray.shutdown()
-    assert rows == run_all(_tasks(1), workers=1, resume=None, console=QUIET)
+    assert found == rows[:6]
