@@ -39,16 +39,17 @@ def trial(
         ratio: speed of the canary over the incumbent's.
         length: the canary's tokens per round; the incumbent's are 2.5.
     """
-    test = CanaryTest(share=share, margin=MARGIN)
-    drift, levels = 0.0, rng.normal(0.0, 0.3, 6)
-    for i in range(num_requests):
-        drift += rng.normal(0.0, 0.03)
-        stratum, is_own = int(rng.integers(6)), bool(rng.random() < share)
-        noise = sd * min(20.0, max(-20.0, float(rng.standard_t(1.5) if heavy else rng.normal())))
-        rate = 100.0 * math.exp(levels[stratum] + drift + noise) * (ratio if is_own else 1.0)
-        tokens = float(rng.integers(16, 64))
-        per_round = (length if is_own else 2.5) * math.exp(rng.normal(0.0, 0.2))
-        test.add(str(stratum), is_own, tokens, tokens / rate, max(1, round(tokens / per_round)))
+    test, levels = CanaryTest(share=share, margin=MARGIN), rng.normal(0.0, 0.3, 6)
+    drift, strata = rng.normal(0.0, 0.03, num_requests).cumsum(), rng.integers(6, size=num_requests)
+    is_own = rng.random(num_requests) < share
+    noise = sd * np.clip(rng.standard_t(1.5, num_requests) if heavy else rng.standard_normal(num_requests), -20.0, 20.0)
+    rates = 100.0 * np.exp(levels[strata] + drift + noise) * np.where(is_own, ratio, 1.0)
+    tokens = rng.integers(16, 64, num_requests).astype(float)
+    per_round = np.where(is_own, length, 2.5) * np.exp(rng.normal(0.0, 0.2, num_requests))
+    rounds = np.maximum(np.rint(tokens / per_round), 1).astype(int)
+    columns = (strata.astype(str), is_own, tokens, tokens / rates, rounds)
+    for i, request in enumerate(zip(*(c.tolist() for c in columns), strict=True)):
+        test.add(*request)
         if test.block:  # evidence changes when a block closes
             continue
         if "rolled back" in watch and test.evidence_worse() >= LIMIT:
