@@ -93,7 +93,7 @@ def test_warming_up_launches_every_form_of_the_round_s_own_kernels_and_learns_no
     build, _ = specblock(target)
     policy = DevicePolicy(tree, vocab_size=target.vocab_size, kernels=kernels)
     backend = CountingGraphs() if has_graphs else None
-    changes = {"max_running": 1, "tree": tree, "kv_bytes": 2**20}
+    changes = {"max_running": 1, "tree": tree, "kv_bytes": 2**18}  # few rows to ingest: the interpreter is slow
     engine = make_engine(target, DrafterSlots(build(), "v1"), backend, policy, **changes)
     monkeypatch.setattr(engine_calibration, "LIMIT_S", 0.0)  # the interpreter is slow
     seen = []
