@@ -106,8 +106,12 @@ def local_service(*, timeout_s: float = START_TIMEOUT_S) -> Iterator[str]:
 
 
 def stop(process: subprocess.Popen, timeout_s: float = _STOP_TIMEOUT_S) -> None:
-    """Ctrl-C first, so that Ray and Redis are stopped by the service itself; then less politely."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+    """Ctrl-C first, so that Ray and Redis are stopped by the service itself; then less politely.
+
+    A shell's script lets what it runs in the background ignore Ctrl-C, and the server has inherited that.
+    """
+    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    for number in (*(() if is_ignored else (signal.SIGINT,)), signal.SIGTERM, signal.SIGKILL):
         if process.poll() is not None:
             return
         process.send_signal(number)

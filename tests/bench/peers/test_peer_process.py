@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -10,6 +11,7 @@ import pytest
 
 from paceline.bench.peers.catalog import Peer
 from paceline.bench.peers.process import PeerProcess, ending_on_sigterm
+from paceline.bench.serve.local_service import stop
 from paceline.errors import PacelineError
 from tests.helpers.api_server import wait_until
 
@@ -99,3 +101,17 @@ def test_sigterm_ends_the_servers_before_the_benchmark(tmp_path):
             server.stop()
     assert error.value.code == 128 + signal.SIGTERM and server.end_words() is not None
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_server_that_has_inherited_to_ignore_ctrl_c_is_not_waited_for():
+    """As of a benchmark that a shell's script runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        words = [sys.executable, "-c", "import time; print(flush=True); time.sleep(100)"]
+        server = subprocess.Popen(words, stdout=subprocess.PIPE)
+        assert server.stdout is not None and server.stdout.readline()
+        began = time.monotonic()
+        stop(server, timeout_s=60.0)
+        assert time.monotonic() - began < 30.0 and server.returncode == -signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGINT, before)
