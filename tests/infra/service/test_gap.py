@@ -32,7 +32,7 @@ class Starting:
     """Stands for an engine that takes its time to start."""
 
     def __init__(self, factory: str, config: dict[str, Any]) -> None:
-        time.sleep(START_S)
+        time.sleep(config["start_s"])
         self.number = config["number"]
 
     async def __call__(self, request: Any) -> int:
@@ -56,9 +56,12 @@ def url() -> Iterator[str]:
             ray.shutdown()
 
 
-def deploy(number: int, name: str = "gap", route: str = "/gap", num_cpus: float = 1.0) -> None:
+def deploy(
+    number: int, name: str = "gap", route: str = "/gap", *, num_cpus: float = 1.0, start_s: float = 0.0
+) -> None:
     limits = DeploymentLimits(num_cpus=num_cpus, graceful_shutdown_timeout_s=5.0)
-    serve.run(bind_engine(Starting, "none", {"number": number}, limits), name=name, route_prefix=route)
+    values = {"number": number, "start_s": start_s}
+    serve.run(bind_engine(Starting, "none", values, limits), name=name, route_prefix=route)
 
 
 @pytest.mark.ray
@@ -79,7 +82,7 @@ def test_clients_are_told_to_come_back_while_the_only_replica_is_replaced(url):
             assert answer.json()["error"]["code"] == "no_replica"
 
     with ThreadPoolExecutor(30) as pool:
-        second = pool.submit(deploy, 2)
+        second = pool.submit(deploy, 2, start_s=START_S)
         asked = []
         while not second.done():
             asked.append(pool.submit(ask))
