@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -18,52 +19,72 @@ from paceline.infra.service.preflight import Preflight, preflight
 from paceline.paths import BUNDLED_DRAFTER, bundled, service_home
 
 ALONE = """
-import sys
-from paceline.config import PolicyConfig, ServiceConfig
+import json, sys
+from paceline.config import ServiceConfig
 from paceline.infra import app
 from paceline.infra.service.preflight import preflight
-try:
-    print(preflight(ServiceConfig(device="auto", data_dir=sys.argv[1], **dict(a.split("=") for a in sys.argv[2:]))))
-except Exception as e:
-    print(type(e).__name__, e)
+for values in json.load(sys.stdin):
+    try:
+        print(preflight(ServiceConfig(device="auto", **values)))
+    except Exception as e:
+        print(type(e).__name__, e)
 print("torch" in sys.modules, "transformers" in sys.modules)
 """
 
 
-def alone(data_dir: Path, *values: str) -> list[str]:
-    """What a process without torch gets for an answer, and whether it has torch and transformers afterwards."""
-    command = [sys.executable, "-c", ALONE, str(data_dir), *values]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout.splitlines()
+@dataclass(frozen=True)
+class Alone:
+    """What one process without torch got for answers, and whether it had torch and transformers afterwards."""
+
+    folder: Path
+    """Holds a drafter of another shape, `wrong`, and a target of a family that is not served, `gpt2`."""
+    whole: str
+    plain: str
+    wrong_drafter: str
+    wrong_model: str
+    loaded: str
 
 
-def test_the_process_that_serves_gets_the_answers_without_torch(tmp_path):
-    here = preflight(ServiceConfig(device="auto", data_dir=str(tmp_path / "here")))
-    assert here.first_version and here.device in ("cpu", "cuda")
-    assert alone(tmp_path / "alone") == [repr(here), "False False"]
-    assert [p.name for p in (service_home(tmp_path / "alone", "paceline") / "registry").iterdir()] == [
-        p.name for p in (service_home(tmp_path / "here", "paceline") / "registry").iterdir()
-    ]
-    assert alone(tmp_path / "plain", "drafter=none")[0] == repr(Preflight(device=here.device))
-    assert not (tmp_path / "plain").exists()
-
-
-def test_a_refusal_says_the_same_from_a_process_of_its_own(tmp_path):
-    wrong = tmp_path / "wrong"
-    wrong.mkdir()
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Alone:
+    folder = tmp_path_factory.mktemp("preflight")
+    (folder / "wrong").mkdir()
     for file in bundled(BUNDLED_DRAFTER).iterdir():
-        (wrong / file.name).write_bytes(file.read_bytes())
-    text = (wrong / "config.json").read_text(encoding="utf-8")
-    (wrong / "config.json").write_text(text.replace('"hidden_size": ', '"hidden_size": 1'), encoding="utf-8")
-    with pytest.raises(DrafterMismatchError) as refused:
-        preflight(ServiceConfig(drafter=str(wrong), data_dir=str(tmp_path / "here")))
-    assert alone(tmp_path / "alone", f"drafter={wrong}")[0] == f"DrafterMismatchError {refused.value}"
+        (folder / "wrong" / file.name).write_bytes(file.read_bytes())
+    text = (folder / "wrong" / "config.json").read_text(encoding="utf-8")
+    (folder / "wrong" / "config.json").write_text(text.replace('"hidden_size": ', '"hidden_size": 1'), encoding="utf-8")
+    (folder / "gpt2").mkdir()
+    (folder / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")
+    asked = [
+        {"data_dir": str(folder / "alone")},
+        {"data_dir": str(folder / "plain"), "drafter": "none"},
+        {"data_dir": str(folder / "refused"), "drafter": str(folder / "wrong")},
+        {"data_dir": str(folder / "refused"), "drafter": "none", "model": str(folder / "gpt2")},
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], input=json.dumps(asked), capture_output=True, text=True, check=True, timeout=300
+    )
+    return Alone(folder, *done.stdout.splitlines())
 
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text('{"model_type": "gpt2"}', encoding="utf-8")
+
+def test_the_process_that_serves_gets_the_answers_without_torch(alone):
+    here = preflight(ServiceConfig(device="auto", data_dir=str(alone.folder / "here")))
+    assert here.first_version and here.device in ("cpu", "cuda")
+    assert (alone.whole, alone.loaded) == (repr(here), "False False")
+    assert [p.name for p in (service_home(alone.folder / "alone", "paceline") / "registry").iterdir()] == [
+        p.name for p in (service_home(alone.folder / "here", "paceline") / "registry").iterdir()
+    ]
+    assert alone.plain == repr(Preflight(device=here.device))
+    assert not (alone.folder / "plain").exists()
+
+
+def test_a_refusal_says_the_same_from_a_process_of_its_own(alone, tmp_path):
+    with pytest.raises(DrafterMismatchError) as refused:
+        preflight(ServiceConfig(drafter=str(alone.folder / "wrong"), data_dir=str(tmp_path / "here")))
+    assert alone.wrong_drafter == f"DrafterMismatchError {refused.value}"
     with pytest.raises(ConfigError) as refused_model:
-        preflight(ServiceConfig(model=str(tmp_path / "model"), drafter="none"))
-    found = alone(tmp_path / "alone", f"model={tmp_path / 'model'}", "drafter=none")
-    assert found[0] == f"ConfigError {refused_model.value}"
+        preflight(ServiceConfig(model=str(alone.folder / "gpt2"), drafter="none"))
+    assert alone.wrong_model == f"ConfigError {refused_model.value}"
 
 
 def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(tmp_path, monkeypatch):
