@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from ray import serve
 from ray._private.state import actors
 from ray.cluster_utils import Cluster
 
+from paceline.bench.chaos.load import wait_for
 from paceline.config import PolicyConfig
 from paceline.infra.controller.actor import (
     APPLICATION_CHECK_S,
@@ -76,15 +79,33 @@ def cluster() -> Iterator[Cluster]:
         made.shutdown()
 
 
+def spec_of(redis_url: str, model: str, folder: Path) -> ControllerSpec:
+    return ControllerSpec(
+        host=HostConfig(
+            redis_url=redis_url, model=model, data_dir=folder, target_version="t", policy=PolicyConfig(policy="never")
+        ),
+        trace_root=str(folder / "traces"), registry_root=str(folder / "registry"), learner_root=str(folder / "learners"), target=str(folder / "none"),
+    )  # fmt: skip
+
+
 @pytest.fixture
 def spec(cluster, shared_redis, keys, tmp_path) -> Iterator[ControllerSpec]:
-    yield ControllerSpec(
-        host=HostConfig(
-            redis_url=shared_redis.url, model=keys.model, data_dir=tmp_path, target_version="t", policy=PolicyConfig(policy="never")
-        ),
-        trace_root=str(tmp_path / "traces"), registry_root=str(tmp_path / "registry"), learner_root=str(tmp_path / "learners"), target=str(tmp_path / "none"),
-    )  # fmt: skip
+    yield spec_of(shared_redis.url, keys.model, tmp_path)
     stop_controller(keys.model)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def deleted_early(cluster, shared_redis, tmp_path_factory) -> Iterator[str]:
+    """Model of a controller whose application is deleted before the tests: what follows takes it half a minute."""
+    model = uuid.uuid4().hex[:8]
+    spec = spec_of(shared_redis.url, model, tmp_path_factory.mktemp("deleted"))
+    assert deploy(3, "mine").name.remote().result(timeout_s=60) == "mine"
+    handle = ensure_controller(replace(spec, application="mine"))
+    ray.get(handle.pid.remote(), timeout=60)
+    wait_for(lambda: ray.get(get_controller(model).snapshot.remote(), timeout=60).epoch == 1, "the controller's start")
+    serve.delete("mine")
+    yield model
+    stop_controller(model)
 
 
 def deploy(number: int, name: str = "tiny"):
@@ -139,19 +160,12 @@ def test_a_controller_that_does_not_know_releases_is_replaced(spec, keys):
     assert ray.get(new.release.remote(), timeout=60) == "b"
 
 
-def test_the_controller_ends_with_its_application_and_no_sooner(spec, keys, wait_until):
-    name = "mine"
-    assert deploy(3, name).name.remote().result(timeout_s=60) == name
-    handle = ensure_controller(replace(spec, application=name))
-    ray.get(handle.pid.remote(), timeout=60)
-    wait_until(lambda: ray.get(get_controller(keys.model).snapshot.remote(), timeout=60).epoch == 1, timeout_s=90.0)
-    serve.delete(name)
-
+def test_the_controller_ends_with_its_application_and_no_sooner(deleted_early):
     def is_gone() -> bool:
         try:
-            get_controller(keys.model)
+            get_controller(deleted_early)
         except ValueError:
             return True
         return False
 
-    wait_until(is_gone, timeout_s=6 * APPLICATION_CHECK_S, what="the controller's end")
+    wait_for(is_gone, "the controller's end", timeout_s=6 * APPLICATION_CHECK_S)
