@@ -56,9 +56,7 @@ def url() -> Iterator[str]:
             ray.shutdown()
 
 
-def deploy(
-    number: int, name: str = "gap", route: str = "/gap", *, num_cpus: float = 1.0, start_s: float = 0.0
-) -> None:
+def deploy(number: int, name: str = "gap", route: str = "/gap", *, num_cpus: float = 1.0, start_s: float = 0.0) -> None:
     limits = DeploymentLimits(num_cpus=num_cpus, graceful_shutdown_timeout_s=5.0)
     values = {"number": number, "start_s": start_s}
     serve.run(bind_engine(Starting, "none", values, limits), name=name, route_prefix=route)
