@@ -15,6 +15,7 @@ from triton.runtime.errors import OutOfResources
 from paceline.errors import ConfigError
 from paceline.kernels.dispatch import select_kernels
 from paceline.kernels.gpu import draft_ingest, rope_scatter, slot_attention, topk_lse, tree_accept, tree_build
+from paceline.serving.budget.cost_model import CostCurve
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.eagle3.drafter import EagleDrafter
 from paceline.serving.loading import calibration as engine_calibration
@@ -95,7 +96,8 @@ def test_warming_up_launches_every_form_of_the_round_s_own_kernels_and_learns_no
     backend = CountingGraphs() if has_graphs else None
     changes = {"max_running": 1, "tree": tree, "kv_bytes": 2**18}  # few rows to ingest: the interpreter is slow
     engine = make_engine(target, DrafterSlots(build(), "v1"), backend, policy, **changes)
-    monkeypatch.setattr(engine_calibration, "LIMIT_S", 0.0)  # the interpreter is slow
+    monkeypatch.setattr(engine_calibration, "LIMIT_S", 0.0)  # the interpreter is slow: every form is timed once
+    monkeypatch.setattr(CostCurve, "calibrate", functools.partialmethod(CostCurve.calibrate, repeats=1))
     seen = []
     with launches(tree_build._build_kernel) as built, launches(tree_accept._accept_rows_kernel) as accepted:
         engine.warm_up(lambda done, planned: seen.append((done, planned)))
