@@ -19,7 +19,7 @@ from tests.helpers.fake_replicas import FakeReplicas
 from tests.helpers.hosts import ledger, recent_log, stored, totals
 
 PROGRAM = Path(__file__).resolve().parents[2] / "helpers" / "rollout_process.py"
-NUM_KILLS = {"canary": 50, "guard": 15}
+KILLS_A_STATE = 3
 
 
 class Controllers:
@@ -141,7 +141,8 @@ def test_kills_in_all_states_lose_double_and_block_nothing(trial, own_redis, key
     client = patient_client(own_redis.url)
     ensure_first_version(client, keys, "v1", 0, time.time())
     rng = random.Random(0)
-    states, num_kills = STATES[trial], NUM_KILLS[trial]
+    states = STATES[trial]
+    num_kills = KILLS_A_STATE * len(states)
     controllers = Controllers(own_redis.url, keys, tmp_path, trial)
     fleet = FakeReplicas(
         own_redis.url, keys, speed=speed, refuses=is_unloadable, spread=0.4, holdback=0.4 if trial == "guard" else 0.0
