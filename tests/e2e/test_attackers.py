@@ -65,6 +65,19 @@ def http(service: Service, trusted: ssl.SSLContext) -> Iterator[httpx.Client]:
         yield client
 
 
+@pytest.fixture(scope="module", autouse=True)
+def unfinished_heads(service: Service, trusted: ssl.SSLContext) -> Iterator[list[ssl.SSLSocket]]:
+    """Connections that begin with the tests: what the service does with them comes seconds later, while others run."""
+    with ExitStack() as stack:
+        socks = []
+        for sent in (b"", b"GET /hea", b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\nGET /hea"):
+            plain = stack.enter_context(socket.create_connection(("127.0.0.1", service.config.port), timeout=40))
+            sock = stack.enter_context(trusted.wrap_socket(plain, server_hostname="localhost"))
+            sock.sendall(sent)
+            socks.append(sock)
+        yield socks
+
+
 def ask(http: httpx.Client, token: str, **headers: str | bytes) -> httpx.Response:
     sent = {"authorization": f"Bearer {token}", **{k.replace("_", "-"): v for k, v in headers.items()}}
     return http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 4}, headers=sent)
@@ -156,17 +169,10 @@ def test_clients_that_reset_their_connections_are_no_failures_of_the_service(
     assert num(after, "499") > num(before, "499")
 
 
-def test_connections_without_a_whole_head_are_closed(service: Service, trusted: ssl.SSLContext) -> None:
-    with ExitStack() as stack:
-        socks = []
-        for sent in (b"", b"GET /hea", b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\nGET /hea"):
-            plain = stack.enter_context(socket.create_connection(("127.0.0.1", service.config.port), timeout=40))
-            sock = stack.enter_context(trusted.wrap_socket(plain, server_hostname="localhost"))
-            sock.sendall(sent)
-            socks.append(sock)
-        for sock in socks:
-            while read_or_end(sock):
-                pass
+def test_connections_without_a_whole_head_are_closed(unfinished_heads: list[ssl.SSLSocket]) -> None:
+    for sock in unfinished_heads:
+        while read_or_end(sock):
+            pass
 
 
 def read_or_end(sock: ssl.SSLSocket) -> bytes:
