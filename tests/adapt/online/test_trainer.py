@@ -39,7 +39,7 @@ FIELDS = {
 }  # fmt: skip
 
 
-NUM_REQUESTS = 90
+NUM_REQUESTS = 180
 """Of the class that the order is about."""
 SURE = 130
 """Looks by which a learner is surely better; it is at the 87th."""
@@ -113,7 +113,7 @@ def begun(ordered, tmp_path_factory):
 @pytest.fixture(scope="module")
 def begun_delta(ordered, tmp_path_factory):
     job = changed(ordered[1], arm=LORA)
-    return accepted_burst(ordered, tmp_path_factory.mktemp("delta"), job, 200)
+    return accepted_burst(ordered, tmp_path_factory.mktemp("delta"), job, 260)
 
 
 def test_a_learner_that_is_surely_better_becomes_a_version(place, learners):
