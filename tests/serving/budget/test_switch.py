@@ -47,7 +47,7 @@ def serve(ctrl, keys, num_rounds, seconds, accepted, *, backlog=1):
 @pytest.mark.parametrize("mean", [0.0, 0.5, 1.0, 2.0, 3.5, 6.0])
 def test_traffic_that_stays_as_it_is_loses_little_against_the_better_mode(batch, nodes, mean):
     world = World(traffics=[Traffic(key=KEY, acceptance=lambda _: mean, nodes=nodes)], batch=lambda _: batch)
-    num_rounds = 2400 if batch == 1 else 700 if batch == 8 else 400
+    num_rounds = 2400 if batch == 1 else 1100
     chosen, drafted = np.mean(
         [[world.run(c, num_rounds, seed).rate() for c in (controller(world), True)] for seed in range(2)], axis=0
     )
@@ -59,7 +59,7 @@ def test_traffic_that_stays_as_it_is_loses_little_against_the_better_mode(batch,
 def test_drafts_for_a_part_of_the_requests_lose_little_against_the_better_mode(batch, nodes, mean):
     traffic = Traffic(key=KEY, acceptance=lambda _: mean, nodes=nodes, share=0.2)
     world = World(traffics=[traffic], batch=lambda _: batch)
-    num_rounds = 4000 if batch == 1 else 700 if batch == 8 else 400
+    num_rounds = 4000 if batch == 1 else 1100
     chosen, drafted = np.mean(
         [[world.run(c, num_rounds, seed).rate() for c in (controller(world), True)] for seed in range(2)], axis=0
     )
