@@ -1,7 +1,8 @@
-"""One fault of each main kind happens to a real service whose answers must outlive their replica; nothing is lost."""
+"""Every kind of fault happens to a real service whose answers must outlive their replica; nothing is lost, all comes back."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from pathlib import Path
 
@@ -14,24 +15,25 @@ from paceline.serving.loading.target import read_target
 from tests.helpers.service_load import write_drafter, write_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
-KINDS = ("replica-kill", "redis-wiped", "record-damaged", "clients-mute")
 
 
-def test_faults_of_every_main_kind_take_no_token_and_all_comes_back(tmp_path: Path) -> None:
+def test_faults_of_every_kind_take_no_token_and_all_comes_back(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     write_drafter(tmp_path / "drafter", read_target(tmp_path / "model"), seed=0)
     options = ChaosOptions(
-        num_faults=len(KINDS), kinds=KINDS, seed=2, is_resuming_answers=True, width=3, model=str(tmp_path / "model"),
+        num_faults=1, seed=2, is_resuming_answers=True, width=3, pause_s=0.2, model=str(tmp_path / "model"),
         drafter=str(tmp_path / "drafter"), resume=tmp_path / "run", json=tmp_path / "r.json", html=tmp_path / "r.html",
     )  # fmt: skip
+    options = dataclasses.replace(options, num_faults=len(options.drawn()))
     said = io.StringIO()
     document = run_chaos(options, Console(file=said, width=190))
     assert not has_failed(document), said.getvalue()
-    assert {o["name"] for o in document["outcomes"]} == set(KINDS)
+    assert sorted(o["name"] for o in document["outcomes"]) == sorted(options.drawn())
     assert all(
         o["status"] == "ok" and o["recovery_s"] is not None and o["num_answers"] > 0 for o in document["outcomes"]
     )
-    assert document["num_broken"] == 0 and document["num_tokens"] > 0
+    broken = {o["name"] for o in document["outcomes"] if o["num_broken"]}
+    assert broken <= {"ingress-kill", "proxy-kill"} and document["num_tokens"] > 0
     assert read_json(tmp_path / "r.json")["is_complete"] and "replica-kill" in (tmp_path / "r.html").read_text()
     # the run is over: the same command starts no service, and says the same
     again = run_chaos(options, Console(file=io.StringIO(), width=190))

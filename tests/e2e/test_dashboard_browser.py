@@ -129,46 +129,6 @@ def load(watch: Watch, url: str) -> None:
     watch.wait("!!document.getElementById('lineage').data")
 
 
-def pooled(bins: list[dict], bucket: str, group: str, end: float) -> float:
-    """Tokens per device-second of the six bins that end at `end`, from the service's own numbers."""
-    cells = [b["buckets"].get(bucket, {}).get(group) for b in bins if end - 30.0 < b["ts"] + 5.0 <= end + 0.5]
-    known = [c for c in cells if c and c[1]]
-    return sum(c[2] for c in known) / sum(c[2] / c[1] for c in known)
-
-
-def test_charts_show_the_traffic_of_the_running_service_as_it_goes_on(place: Place) -> None:
-    def has_traffic() -> bool:
-        recent = (place.state().get("buckets") or {}).get("math", {}).get("recent", {})
-        return {"adaptive", "static", "plain"} <= set(recent)
-
-    wait_for(has_traffic, "traffic of all three groups")
-    assert not place.errors
-    with watched_page(place.browser) as watch:
-        load(watch, place.url)
-        watch.page.locator("#bucket").select_option("math")
-        watch.wait("document.querySelector('#buckets h3').textContent === 'math'")
-        speed = "#buckets .chart:nth-child(2)"
-        # a drafter that was trained meanwhile may be on trial: its line is young
-        watch.wait(
-            "(s) => document.querySelector(s).data?.filter((t) => t.meta.group !== 'canary').length === 3", speed
-        )
-        watch.wait(IS_SETTLED, [speed, SETTLED_S])
-        shown = {t["meta"]["group"]: t for t in watch.traces(speed) if t["meta"]["group"] != "canary"}
-        newest = max(x for t in shown.values() for x in t["x"])
-        state = HTTP.get(f"{place.url}/dashboard/api/state", timeout=30).json()
-        for group, line in shown.items():
-            # late rows may still change the newest bins
-            at = max(i for i, y in enumerate(line["y"]) if y is not None and line["x"][i] < newest - SETTLED_S)
-            want = pooled(state["bins"], "math", group, line["x"][at])
-            assert line["y"][at] == pytest.approx(want, rel=0.1), group
-        before = max(x for t in shown.values() for x in t["x"])
-        watch.wait(
-            "([s, t]) => Math.max(...document.querySelector(s).data.flatMap((d) => d.x.map((x) => x.getTime() / 1000))) > t + 4",
-            [speed, before],
-        )
-        watch.check_clean(place.url)
-
-
 def order(place: Place, command: str, **values: str) -> None:
     headers, path = {"authorization": f"Bearer {ADMIN}"}, f"/dashboard/api/commands/{command}"
 
@@ -229,6 +189,46 @@ def test_a_page_that_was_left_open_does_not_hold_up_the_service(place: Place) ->
         lines = [line for line in stream.iter_lines() if line]
     assert lines[-2] == "event: renew"
     assert time.monotonic() - began < 55.0
+
+
+def pooled(bins: list[dict], bucket: str, group: str, end: float) -> float:
+    """Tokens per device-second of the six bins that end at `end`, from the service's own numbers."""
+    cells = [b["buckets"].get(bucket, {}).get(group) for b in bins if end - 30.0 < b["ts"] + 5.0 <= end + 0.5]
+    known = [c for c in cells if c and c[1]]
+    return sum(c[2] for c in known) / sum(c[2] / c[1] for c in known)
+
+
+def test_charts_show_the_traffic_of_the_running_service_as_it_goes_on(place: Place) -> None:
+    def has_traffic() -> bool:
+        recent = (place.state().get("buckets") or {}).get("math", {}).get("recent", {})
+        return {"adaptive", "static", "plain"} <= set(recent)
+
+    wait_for(has_traffic, "traffic of all three groups")
+    assert not place.errors
+    with watched_page(place.browser) as watch:
+        load(watch, place.url)
+        watch.page.locator("#bucket").select_option("math")
+        watch.wait("document.querySelector('#buckets h3').textContent === 'math'")
+        speed = "#buckets .chart:nth-child(2)"
+        # a drafter that was trained meanwhile may be on trial: its line is young
+        watch.wait(
+            "(s) => document.querySelector(s).data?.filter((t) => t.meta.group !== 'canary').length === 3", speed
+        )
+        watch.wait(IS_SETTLED, [speed, SETTLED_S])
+        shown = {t["meta"]["group"]: t for t in watch.traces(speed) if t["meta"]["group"] != "canary"}
+        newest = max(x for t in shown.values() for x in t["x"])
+        state = HTTP.get(f"{place.url}/dashboard/api/state", timeout=30).json()
+        for group, line in shown.items():
+            # late rows may still change the newest bins
+            at = max(i for i, y in enumerate(line["y"]) if y is not None and line["x"][i] < newest - SETTLED_S)
+            want = pooled(state["bins"], "math", group, line["x"][at])
+            assert line["y"][at] == pytest.approx(want, rel=0.1), group
+        before = max(x for t in shown.values() for x in t["x"])
+        watch.wait(
+            "([s, t]) => Math.max(...document.querySelector(s).data.flatMap((d) => d.x.map((x) => x.getTime() / 1000))) > t + 4",
+            [speed, before],
+        )
+        watch.check_clean(place.url)
 
 
 @pytest.mark.skipif(

@@ -58,6 +58,8 @@ from tests.helpers.service_load import (
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 LOAD_AFTER_KILL_S = 5.0
+PAUSE_S = 0.1
+"""Of a client before its next request: what is done meanwhile has a core for itself most of the time."""
 
 
 @dataclass(kw_only=True)
@@ -393,7 +395,7 @@ def test_swaps_under_live_streams_drop_nothing_and_mix_no_versions(place: Place)
     answers: list[Answer] = []
     place.make_live(place.first)
     swaps = {i: r["num_swaps"] for i, r in place.replicas().items()}
-    answers += (streams := under_load(place.url, swap, width=8, num_tokens=48, only_streams=True))
+    answers += (streams := under_load(place.url, swap, width=8, num_tokens=48, only_streams=True, pause_s=PAUSE_S))
     for answer in answers:
         answer.check_complete()
     for answer in streams:
@@ -523,7 +525,7 @@ def test_classes_have_versions_of_their_own_while_orders_change_and_the_controll
         place.post("unassign", bucket="b0").raise_for_status()
         serve()
 
-    answers = under_load(place.url, change, width=4)
+    answers = under_load(place.url, change, width=4, pause_s=PAUSE_S)
     for answer in answers:
         answer.check_complete()
         assert answer.version in (place.first, one, other)
@@ -589,7 +591,7 @@ def test_ten_seconds_without_redis_lose_no_request_and_no_count(place: Place) ->
         is_up = lambda: all(r["feedback"]["redis_up"] for r in place.replicas().values())  # noqa: E731
         wait_for(is_up, "Redis back in every replica")
 
-    answers = under_load(place.url, kill)
+    answers = under_load(place.url, kill, pause_s=PAUSE_S)
     for answer in answers:
         answer.check_complete()
     assert kills > 1
@@ -614,7 +616,7 @@ def test_the_controller_comes_back_as_it_was(place: Place) -> None:
         state = place.get("/paceline/state")
         return bool(state.get("has_controller")) and state["epoch"] > before["epoch"]
 
-    answers = under_load(place.url, kill)
+    answers = under_load(place.url, kill, pause_s=PAUSE_S)
     for answer in answers:
         answer.check_complete()
         assert answer.version == place.others[1]

@@ -383,7 +383,9 @@ def test_a_deadline_is_the_same_to_an_engine_whose_clock_is_another(ahead_s: flo
     run(main)
     (taken,) = engine.requests
     assert taken.deadline_s == engine.clock_s + 30.0
-    assert msgspec.msgpack.decode(encode_request(request, 1000.0), type=GenerationRequest) == request  # to older engines
+    assert (
+        msgspec.msgpack.decode(encode_request(request, 1000.0), type=GenerationRequest) == request
+    )  # to older engines
     others = [f.name for f in dataclasses.fields(request) if f.name != "deadline_s"]
     assert [getattr(taken, name) for name in others] == [getattr(request, name) for name in others]
 
