@@ -137,6 +137,7 @@ class Load:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="load", daemon=True)
         self.answers: list[Answer] = []
+        self.num_in_flight = 0
 
     def __enter__(self) -> Load:
         self._thread.start()
@@ -162,7 +163,11 @@ class Load:
 
             async def work(i: int) -> None:
                 while not self._is_over:
-                    answer = await self._ask(http, i)
+                    self.num_in_flight += 1
+                    try:
+                        answer = await self._ask(http, i)
+                    finally:
+                        self.num_in_flight -= 1
                     self.answers.append(answer)
                     await asyncio.sleep(self._pause_s if answer.error is None else PAUSE_S)
                     i += self._width

@@ -151,9 +151,12 @@ class ChaosOptions:
             words += ["--kinds", ",".join(self.kinds)]
         if self.is_resuming_answers:
             words.append("--resume-answers")
-        for name, value in (("model", self.model), ("drafter", self.drafter)):
-            if value != "bundled":
-                words += [f"--{name}", value]
+        for name, value, default in (
+            ("model", self.model, "bundled"), ("drafter", self.drafter, "bundled"), ("replicas", self.num_replicas, 2),
+            ("concurrency", self.width, 6), ("pause", self.pause_s, 0.0), ("max-tokens", self.max_tokens, 32),
+        ):  # fmt: skip
+            if value != default:
+                words += [f"--{name}", f"{value}"]
         if self.disk is not None:
             words += ["--disk", str(self.disk)]
         return f"paceline bench chaos {shlex.join(words)}"
@@ -345,6 +348,8 @@ class FaultRun:
             enough, patience_s = self.options.width, self.options.patience_s
             wait_for(lambda: len(load.answers) >= enough, "answers", patience_s, check=self.place.check)
         time.sleep(around.rng.uniform(0.0, 0.5))
+        with contextlib.suppress(PacelineError):  # clients that pause may all do so at this moment
+            wait_for(lambda: load.num_in_flight > 0, "requests under way", every_s=0.001, check=self.place.check)
 
     async def _ask(self, http: httpx.AsyncClient, i: int) -> Answer:
         questions = self.questions

@@ -1,8 +1,8 @@
 """Fuzz: requests that nobody should send, to any OpenAI-compatible server, and whether it takes them as a service should.
 
 Bodies are drawn from the server's own /openapi.json and then spoilt; beside them go headers that cannot be meant, and, over
-plain sockets, what no HTTP library sends (fuzz_sockets.py). A request follows from the seed and its number. A server passes when no answer is a
-5xx other than 503 with a reason (and 504 to a request with a time limit of its own), none takes longer than --timeout, a
+plain sockets, what no HTTP library sends (fuzz_sockets.py). A request follows from the seed and its number. A server passes when
+no answer is a 5xx other than 503 with a reason (and 504 to a request with a time limit of its own), none takes longer than --timeout, a
 smuggled request is never answered, connections that send no whole head are closed, and it serves as before afterwards with
 nothing left over: no request, no page, no memory, no open file.
 """
@@ -38,7 +38,8 @@ MAX_NEW_TOKENS = 8
 """Most answers stay this short: a fuzzer looks for faults, not for load."""
 MAX_KEPT = 20
 """Faults that are written out; more are only counted."""
-_SAVE_EVERY = 1000
+_REQUESTS_A_SAVE = 1000
+"""Requests between two times that a result file is written."""
 CHECK_S = 30.0
 """Longest time that the server has afterwards to be as before."""
 NUM_EACH_UNFINISHED = 4
@@ -251,6 +252,9 @@ class FuzzTotals:
     examples: list[dict[str, Any]] = field(default_factory=list)
     slowest_s: float = 0.0
     num_begun: int = 0
+    """Requests of this run, skipped ones apart."""
+    in_flight: set[int] = field(default_factory=set)
+    """Which of them are not over."""
     warm: dict[str, float] = field(default_factory=dict)
     """_USAGE after the first tenth of the requests."""
 
@@ -261,8 +265,8 @@ class FuzzTotals:
             "slowest_s": round(self.slowest_s, 3), "faults": dict(self.faults), "examples": list(self.examples),
         }  # fmt: skip
 
-    def fault(self, kind: str, number: int, what: object) -> None:
-        """Note something that a service must not do."""
+    def fault(self, kind: str, number: int | None, what: object) -> None:
+        """Note something that a service must not do. number: of the request; None = of no single one."""
         self.faults[kind] += 1
         if len(self.examples) < MAX_KEPT:
             self.examples.append({"kind": kind, "number": number, "what": repr(what)[:2000]})
@@ -338,8 +342,9 @@ async def _fuzz(options: FuzzOptions, console: Console, totals: FuzzTotals, resu
             async def worker() -> None:
                 while (begun := totals.num_begun) < options.num_requests:
                     totals.num_begun += 1
+                    totals.in_flight.add(begun)
                     number = options.skip + begun
-                    if begun % _SAVE_EVERY == 0:
+                    if begun % _REQUESTS_A_SAVE == 0:
                         result.update(**totals.plain())
                     if begun == options.num_requests // 10:
                         with contextlib.suppress(httpx.HTTPError):
@@ -349,21 +354,26 @@ async def _fuzz(options: FuzzOptions, console: Console, totals: FuzzTotals, resu
                         judge_raw(await ask_raw(options.url, rng, options.timeout_s), number, totals)
                     else:
                         await run_one(http, number, requests.draw(rng), totals)
+                    totals.in_flight.discard(begun)
                     bar.step()
 
             began = time.perf_counter()
             names = [name for name in UNFINISHED for _ in range(NUM_EACH_UNFINISHED)]
-            async with asyncio.TaskGroup() as group:
-                waiting = [group.create_task(ends_unfinished(options.url, name)) for name in names]
+            waiting = [asyncio.create_task(ends_unfinished(options.url, name)) for name in names]
+            try:
                 await asyncio.gather(*(worker() for _ in range(options.concurrency)))
                 seconds = time.perf_counter() - began
+                found = await asyncio.gather(*waiting)
+            finally:
+                for task in waiting:
+                    task.cancel()
         ends: dict[str, float | None] = {}
-        for name, end_s in zip(names, [task.result() for task in waiting], strict=True):
+        for name, end_s in zip(names, found, strict=True):
             before_s = ends.get(name, 0.0)
             ends[name] = None if end_s is None or before_s is None else max(end_s, before_s)
             if end_s is None:
                 what = f"{name} was sent, and the connection was open after {PATIENCE_S:g} s"
-                totals.fault("unfinished head was kept", options.num_requests, what)
+                totals.fault("unfinished head was kept", None, what)
         after = await _settled(http, options, before, totals)
         usage: dict[str, float] = {}
         with contextlib.suppress(httpx.HTTPError):
@@ -385,7 +395,7 @@ def judge_usage(usage: dict[str, float], totals: FuzzTotals, options: FuzzOption
     for name, most in ((_MEMORY, MAX_GROWTH_BYTES + pool), (_FILES, MAX_MORE_FILES + options.concurrency)):
         if name in usage and usage[name] - totals.warm.get(name, usage[name]) > most:
             what = f"{name} rose from {totals.warm[name]:.0f} to {usage[name]:.0f}, by more than {most:.0f}"
-            totals.fault("leak", options.num_requests, what)
+            totals.fault("leak", None, what)
 
 
 async def _gauges(http: httpx.AsyncClient, options: FuzzOptions, names: tuple[str, ...] = _GAUGES) -> dict[str, float]:
@@ -411,7 +421,7 @@ async def _settled(
         if health == 200 and after == before:
             return after
         if time.monotonic() > deadline:
-            totals.fault("not as before", options.num_requests, reason)
+            totals.fault("not as before", None, reason)
             return after
         await asyncio.sleep(0.5)
 
@@ -428,7 +438,7 @@ def run_fuzz(options: FuzzOptions, console: Console) -> dict[str, Any]:
     except KeyboardInterrupt:
         result.update(**totals.plain())
         _print(result.document, console)
-        left = max(0, totals.num_begun - options.concurrency)
+        left = min(totals.in_flight, default=totals.num_begun)
         rest = f"--skip {options.skip + left} --requests {options.num_requests - left}"
         console.print(
             f"stopped after {totals.num_begun} of {options.num_requests} requests; {rest} goes on", markup=False

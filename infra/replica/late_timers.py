@@ -32,7 +32,10 @@ class _TimerSpec(ctypes.Structure):
 
 
 class StepWatch:
-    """Looks at the clock once in a while and wakes this process' timers behind a step; needs Linux, else it does nothing."""
+    """Looks at the clock every LOOK_S and wakes this process' timers behind a step; needs Linux, else it does nothing.
+
+    A step that is undone before the next look is not seen.
+    """
 
     def __init__(self, wall: Callable[[], float] = time.time, steady: Callable[[], float] = time.monotonic) -> None:
         self._wall, self._steady = wall, steady
@@ -47,16 +50,19 @@ class StepWatch:
     def look(self) -> bool:
         """Whether the clock has made a step since the last look, behind which all timers were woken."""
         offset_s = self._wall() - self._steady()
-        step_s, self._offset_s = offset_s - self._offset_s, offset_s
-        if abs(step_s) < STEP_S:
-            return False
-        log.warning("the computer's clock made a step of %+.1f s: %d timers are woken", step_s, wake_timers())
-        return True
+        step_s = offset_s - self._offset_s
+        if abs(step_s) >= STEP_S:
+            log.warning("the computer's clock made a step of %+.1f s: %d timers are woken", step_s, wake_timers())
+        self._offset_s = offset_s
+        return abs(step_s) >= STEP_S
 
     def _run(self) -> None:
         while True:
             time.sleep(LOOK_S)
-            self.look()
+            try:
+                self.look()
+            except OSError as e:  # no file may be opened any more: the next look sees the step again
+                log.warning("timers could not be woken behind a step of the clock: %s", e)
 
 
 def wake_timers() -> int:

@@ -92,6 +92,8 @@ MAX_REFUSALS = 3
 MAX_SILENCE_S = 30.0
 """An engine that has a request and from which nothing came for so long counts as dead; see SIGN_OF_LIFE_S."""
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.05, 1.0
+DEADLINE_GRACE_S = 1.0
+"""An engine that has the request may end it itself so long behind its deadline; it does not know how long the way to it took."""
 
 
 class ItemStream(Protocol):
@@ -313,6 +315,9 @@ class ResumingClient:
                     on_event(splice.take(event))
                     if is_over:
                         return
+                deadline_s = splice.request.deadline_s
+                if deadline_s is not None and self._clock.now() >= deadline_s + DEADLINE_GRACE_S:
+                    return on_event(splice.end("deadline", elapsed_ms=self._elapsed_ms(progress)))
         finally:
             if not is_over:
                 stream.cancel()

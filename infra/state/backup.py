@@ -1,8 +1,8 @@
 """Backup: what a service knows in one file, and a service that goes on from such a file.
 
-A backup holds the controller's state, the decision log, the drafter versions and the learners, which hold no text; traces, which
-are users' data, only when asked for. It is taken while the service runs: the state is the snapshot that the controller writes every half minute, and
-entries of the log that are newer than it count for nothing once both are restored.
+A backup holds the controller's state, the decision log, the drafter versions and the learners, which hold no text; traces,
+which are users' data, only when asked for. It is taken while the service runs: the state is the snapshot that the controller
+writes every half minute, and entries of the log that are newer than it count for nothing once both are restored.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ FORMAT = 1
 MANIFEST = "backup.json"
 _SNAPSHOTS = "controller*.msgpack"
 _CHUNK = 1 << 20
+_ROUNDS = 3
+"""Times that folders are listed, while a listed file was gone when its turn came: a learner is replaced every 10 s."""
 
 
 class _File(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,10 +104,17 @@ def run_backup(options: BackupOptions, console: Console) -> Manifest:
     files: dict[str, _File] = {}
     with open_atomic(out) as raw, tarfile.open(fileobj=raw, mode="w") as tar:
         os.fchmod(raw.fileno(), 0o600)
-        for path in _members(home, with_traces=options.traces):
-            name = path.relative_to(home).as_posix()
-            if (facts := _add(tar, path, name)) is not None:
-                files[name] = facts
+        for _ in range(_ROUNDS):
+            is_missing = False
+            for path in _members(home, with_traces=options.traces):
+                name = path.relative_to(home).as_posix()
+                if name not in files:
+                    facts = _add(tar, path, name)
+                    is_missing |= facts is None
+                    if facts is not None:
+                        files[name] = facts
+            if not is_missing:
+                break
         manifest = Manifest(
             format=FORMAT, paceline=importlib.metadata.version("paceline"), model_name=options.model_name,
             created=SystemClock().now(), files=files,
@@ -120,7 +129,7 @@ def run_backup(options: BackupOptions, console: Console) -> Manifest:
 
 
 def _members(home: Path, *, with_traces: bool) -> Iterator[Path]:
-    """The state first: whatever is newer in the files behind it counts for nothing."""
+    """The state first: what is newer in the log and the registry behind it counts for nothing, and a learner scores again."""
     yield from sorted(home.glob(_SNAPSHOTS))
     yield home / DECISIONS
     for name in (REGISTRY, LEARNERS, *((TRACES,) if with_traces else ())):
@@ -128,7 +137,8 @@ def _members(home: Path, *, with_traces: bool) -> Iterator[Path]:
 
 
 def _add(tar: tarfile.TarFile, path: Path, name: str) -> _File | None:
-    """Add a file as long as it was when it was opened; None when it is gone, as a trace may be by its limits."""
+    """Add a file as long as it was when it was opened; None when it is gone, as a trace may be by its limits, or a learner's file,
+    which another one has replaced."""
     try:
         with path.open("rb") as source:
             info, digest = tarfile.TarInfo(name), hashlib.sha256()

@@ -14,24 +14,31 @@ from paceline.bench.common.result_file import read_json
 from paceline.serving.loading.target import read_target
 from tests.helpers.service_load import write_drafter, write_model
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
+SEED = 200
+"""A proxy is killed right behind a step of the clock backwards."""
 
 
 def test_faults_of_every_kind_take_no_token_and_all_comes_back(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     write_drafter(tmp_path / "drafter", read_target(tmp_path / "model"), seed=0)
     options = ChaosOptions(
-        num_faults=1, seed=2, is_resuming_answers=True, width=3, pause_s=0.2, model=str(tmp_path / "model"),
+        num_faults=1, seed=SEED, is_resuming_answers=True, width=3, pause_s=0.2, model=str(tmp_path / "model"),
         drafter=str(tmp_path / "drafter"), resume=tmp_path / "run", json=tmp_path / "r.json", html=tmp_path / "r.html",
     )  # fmt: skip
     options = dataclasses.replace(options, num_faults=len(options.drawn()))
     said = io.StringIO()
     document = run_chaos(options, Console(file=said, width=190))
     assert not has_failed(document), said.getvalue()
-    assert sorted(o["name"] for o in document["outcomes"]) == sorted(options.drawn())
     assert all(
         o["status"] == "ok" and o["recovery_s"] is not None and o["num_answers"] > 0 for o in document["outcomes"]
     )
+    names = [o["name"] for o in document["outcomes"]]
+    assert sorted(names) == sorted(options.drawn())
+    if "clock-step" in names:
+        at = names.index("clock-step")
+        assert document["outcomes"][at]["note"].startswith("-") and names[at + 1] == "proxy-kill"
+        assert document["outcomes"][at + 1]["recovery_s"] < 40.0, "replicas were not replaced, which takes a minute"
     broken = {o["name"] for o in document["outcomes"] if o["num_broken"]}
     assert broken <= {"ingress-kill", "proxy-kill"} and document["num_tokens"] > 0
     assert read_json(tmp_path / "r.json")["is_complete"] and "replica-kill" in (tmp_path / "r.html").read_text()

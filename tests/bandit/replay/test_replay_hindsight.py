@@ -43,9 +43,9 @@ def test_it_lies_between_every_policy_and_the_bound(changes):
     cell = _cell({"duration_s": 600.0, **changes})
     for seed in range(2):
         plan = simulate(cell, "oracle", {}, seed).net_s
-        assert plan <= simulate(cell, "bound", {}, seed).net_s + 1e-6
-        for policy in POLICIES:
-            assert simulate(cell, policy, {}, seed).net_s <= plan + 1e-6
+        nets = [simulate(cell, policy, {}, seed).net_s for policy in POLICIES]
+        assert max(nets) <= plan + 1e-6 and plan <= simulate(cell, "bound", {}, seed).net_s + 1e-6
+        assert min(nets) < 0.0 or max(nets) > 0.0, "some policy has trained"
 
 
 @pytest.mark.parametrize("forgetting", [0.0, 0.3])

@@ -19,6 +19,7 @@ from paceline.config import EngineConfig, IngressConfig, TreeConfig
 from paceline.errors import CapacityError, EngineStoppedError
 from paceline.infra.resume.client import ResumingClient
 from paceline.infra.resume.stream import EngineFacts, StreamItem, decode_item, encode, encode_request, stream_events
+from paceline.machine import SystemClock
 from paceline.serving.api.app import build_api
 from paceline.serving.api.client import LocalEngineClient
 from paceline.serving.api.generation import ApiParts, EngineClient
@@ -388,6 +389,51 @@ def test_a_deadline_is_the_same_to_an_engine_whose_clock_is_another(ahead_s: flo
     )  # to older engines
     others = [f.name for f in dataclasses.fields(request) if f.name != "deadline_s"]
     assert [getattr(taken, name) for name in others] == [getattr(request, name) for name in others]
+
+
+def test_an_older_ingress_sends_the_deadline_alone() -> None:
+    engine = ScriptedEngine()
+    request = GenerationRequest(request_id="r", prompt_token_ids=(5,), params=SamplingParams(), deadline_s=1030.0)
+
+    async def main() -> None:
+        async for _ in stream_events(engine, encode(request)):
+            pass
+
+    run(main)
+    assert engine.requests[0].deadline_s == 1030.0
+
+
+def test_a_request_that_came_late_to_an_engine_ends_at_its_own_deadline(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way to an engine may take long; the engine grants what was left when the request was sent."""
+    monkeypatch.setattr("paceline.infra.resume.client.DEADLINE_GRACE_S", 0.0)
+    engine = ScriptedEngine()
+    engine.go.clear()  # takes the request and says nothing
+
+    async def slow(raw: bytes) -> AsyncIterator[bytes]:
+        await asyncio.sleep(0.3)
+        async for item in stream_events(engine, raw, sign_of_life_s=0.05):
+            yield item
+
+    async def main() -> None:
+        async with place.http() as _:
+            events: list = []
+            client = ResumingClient(
+                lambda raw: Stream(place.way, slow(raw), None), EngineFacts(info=engine.info(), holdback_percent=0),
+                IngressConfig(),
+            )  # fmt: skip
+            began, now = time.monotonic(), SystemClock().now()
+            request = GenerationRequest(
+                request_id="r", prompt_token_ids=(5,), params=SamplingParams(), deadline_s=now + 0.5
+            )
+            client.submit_all([request], events.append)
+            while not events:
+                await asyncio.sleep(0.01)
+            assert [e.finish_reason for e in events] == ["deadline"] and 0.4 < time.monotonic() - began < 10.0
+            engine.go.set()
+
+    run(main)
 
 
 def test_heartbeat_and_holdback_follow_what_engines_say(place: Place) -> None:

@@ -104,6 +104,7 @@ def deleted_early(cluster, shared_redis, tmp_path_factory) -> Iterator[str]:
     ray.get(handle.pid.remote(), timeout=60)
     wait_for(lambda: ray.get(get_controller(model).snapshot.remote(), timeout=60).epoch == 1, "the controller's start")
     serve.delete("mine")
+    get_controller(model)  # it is there as long as the application is
     yield model
     stop_controller(model)
 

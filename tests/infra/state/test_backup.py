@@ -16,6 +16,7 @@ from paceline.adapt.online.learner_store import LearnerKey, LearnerStore
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.cli.main import app
 from paceline.contracts import ReplicaReport
+from paceline.infra.state import backup
 from paceline.infra.state.desired import ensure_first_version, read_desired, write_report
 from paceline.infra.state.redis_clients import Keys, patient_client
 from paceline.infra.state.redis_server import EmbeddedRedis
@@ -220,6 +221,23 @@ def test_a_backup_that_is_damaged_changes_nothing(service, keys, tmp_path):
         assert "backup" in run("restore", out, "--data-dir", there, code=1)
     assert "backup must be a file" in run("restore", tmp_path / "nowhere", "--data-dir", there, code=1)
     assert not (tmp_path / "evil").exists() and not list((there / "services").iterdir())
+
+
+def test_a_learner_that_is_replaced_while_it_is_saved_is_saved_as_it_is_then(service, keys, tmp_path, monkeypatch):
+    store = LearnerStore(service_home(service[0], keys.model) / "learners")
+    add, is_replaced = backup._add, []
+
+    def replace_first(tar, path, name):
+        if name.startswith("learners/") and not is_replaced:
+            is_replaced.append(name)
+            store.save(LEARNER, {"w": torch.full((3,), 5.0)}, {"steps": 8})
+        return add(tar, path, name)
+
+    monkeypatch.setattr(backup, "_add", replace_first)
+    out, there = save(service, keys, tmp_path), tmp_path / "there"
+    run("restore", out, "--data-dir", there)
+    tensors, record = LearnerStore(service_home(there, keys.model) / "learners").load(LEARNER)
+    assert is_replaced and record["steps"] == 8 and torch.equal(tensors["w"], torch.full((3,), 5.0))
 
 
 def test_links_in_a_backup_are_refused(service, keys, tmp_path):

@@ -162,6 +162,7 @@ def test_a_longer_past_is_shown_when_it_is_asked_for(place: Place, open_page: Wa
     open_page.wait(f"Math.abs({oldest} - {old}) <= 60")
     open_page.page.select_option("#range", "1200")
     open_page.wait(f"{oldest} > {now - 1300.0}")
+    open_page.page.select_option("#bucket", "")
     open_page.check_clean(place.url)
 
 

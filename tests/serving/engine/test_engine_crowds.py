@@ -32,7 +32,7 @@ def test_answers_of_a_crowd_are_those_of_requests_alone(size):
     assert out.most_running >= 0.9 * size and out.num_drafted_full > 0, out
 
 
-@pytest.mark.parametrize("size", [1, 5, 16, 33])
+@pytest.mark.parametrize("size", [1, 5, 33, 64])
 def test_a_budget_that_adapts_changes_no_answer(size):
     check(size, Crowd(size, 2, ADAPTIVE).run())
 
