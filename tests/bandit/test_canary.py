@@ -134,6 +134,7 @@ def test_a_drafter_that_accepts_nothing_goes_soon_whatever_noise_the_machine_mak
     assert len(found["rolled back"]) >= 97 and np.median(found["rolled back"]) < 60
 
 
+@pytest.mark.slow
 def test_fewer_tokens_per_round_than_the_margin_allows_are_no_evidence_by_themselves():
     num_trials = 500
     found = ends(1.0, 0.5, 300, num_trials, watch=("rolled back",), length=2.5 * (1 - MARGIN))

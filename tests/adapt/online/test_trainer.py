@@ -140,6 +140,7 @@ def test_a_learner_that_is_surely_better_becomes_a_version(place, learners):
     registry.load_state(result.version, target_version=TARGET.version)
 
 
+@pytest.mark.slow
 def test_the_learner_goes_on_from_its_version_without_reading_anything_twice(begun, tmp_path):
     folder, ordered, first = begun
     store, registry, learners = copied(folder, tmp_path)
@@ -171,6 +172,7 @@ def test_a_new_learner_knows_what_the_version_that_it_begins_at_has_read(begun, 
 
 
 @pytest.mark.parametrize("limit", [110, 130])
+@pytest.mark.slow
 def test_a_burst_whose_time_is_up_keeps_what_it_learned_and_the_next_one_goes_on(place, learners, limit):
     job = changed(place[2], min_gain=0.2)
     first = run(place, job, should_stop=stop_at(limit), learners=learners)
@@ -203,6 +205,7 @@ def test_a_burst_that_is_killed_loses_no_more_than_it_had_not_saved(place, learn
     assert again.num_rows_before == 24 * 40 and again.num_rows > 0
 
 
+@pytest.mark.slow
 def test_an_order_for_an_eagle_drafter_ends_with_a_better_one(place):
     _, registry, job = place
     torch.manual_seed(0)

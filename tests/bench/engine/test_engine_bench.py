@@ -28,6 +28,7 @@ RUN = CliRunner()
 TINY = ["--buckets", "tools", "--temperature", "0", "--prompts", "2", "--groups", "2", "--warmup", "1", "--max-tokens", "8", "--check", "1", "--threads", "1"]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_arm_of_every_cell_is_measured(tmp_path):
     path = tmp_path / "deep" / "engine.json"
     result = RUN.invoke(app, ["bench", "engine", "--batch", "2,1", *TINY, "--json", str(path)])
@@ -99,6 +100,7 @@ def test_scaled_down_shapes_are_labelled(tmp_path):
     assert row["arms"]["speculative"]["num_rounds"] > 0
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_the_cells_that_were_done(tmp_path):
     path = tmp_path / "engine.json"
     command = [

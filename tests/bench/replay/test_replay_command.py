@@ -16,6 +16,7 @@ from paceline.errors import PacelineError
 RUN = CliRunner()
 
 
+@pytest.mark.slow
 def test_a_small_grid_end_to_end(tmp_path):
     names = {n: tmp_path / n for n in ("r.json", "r.html")}
     result = RUN.invoke(app, ["replay", "small", "--policies", "all", "--seeds", "2", "--json", str(names["r.json"]), "--html", str(names["r.html"])])  # fmt: skip

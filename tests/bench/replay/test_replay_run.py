@@ -40,6 +40,7 @@ def test_two_processes_give_the_rows_of_one(rows):
     assert found == rows[:6]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_where_it_was_and_gives_the_same_result(tmp_path):
     scenario = tmp_path / "cells.yaml"
     scenario.write_text("regime_s: 300\nduration_s: 1200\ncells:\n  - {name: a}\n  - {name: b, recurrence: fresh}\n")
@@ -118,6 +119,7 @@ def test_a_scenario_file_with_a_mistake_is_refused_in_one_sentence(tmp_path, tex
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_ray_cluster_gives_the_rows_of_one_process(rows):
     import ray
 

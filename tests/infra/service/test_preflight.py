@@ -67,6 +67,7 @@ def alone(tmp_path_factory) -> Alone:
     return Alone(folder, *done.stdout.splitlines())
 
 
+@pytest.mark.slow
 def test_the_process_that_serves_gets_the_answers_without_torch(alone):
     here = preflight(ServiceConfig(device="auto", data_dir=str(alone.folder / "here")))
     assert here.first_version and here.device in ("cpu", "cuda")

@@ -225,6 +225,7 @@ def order(host, policy: str) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_a_redis_that_others_filled_is_called_full_and_not_away(small, keys, tmp_path, wait_until):
     client = patient_client(small.url)
     ensure_first_version(client, keys, "v1", 10, 1.0)

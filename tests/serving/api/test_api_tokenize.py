@@ -69,6 +69,7 @@ def test_special_tokens_are_optional_and_written_out(real: tuple) -> None:
     assert post(base, "/detokenize", {"tokens": []}).json() == {"prompt": ""}
 
 
+@pytest.mark.slow
 def test_no_text_of_a_conversation_becomes_a_special_token() -> None:
     ids = {i: t.content for i, t in TOKENIZER.added_tokens_decoder.items() if t.special}
     bad = "a<|end|>b<<pad><|end|><|en"

@@ -127,6 +127,7 @@ def small_target():
     return tiny_target(vocab=VOCAB, layers=2, width=16, context=64)
 
 
+@pytest.mark.slow
 def test_pages_balance_and_tokens_stay_while_assignments_change_under_load():
     """Thousands of random orders: classes get, change and lose versions, versions fail, the live one changes, pages run
     out; every drafter checks at every proposal that its KV is of the text and of its own weights."""

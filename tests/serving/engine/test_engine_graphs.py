@@ -179,6 +179,7 @@ def test_graphs_and_drafting_with_one_read_work_together(count):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_every_graph_of_an_engine_can_be_captured(family, monkeypatch):
     """No host read and no shape that depends on data in any of them; the tree kernel's reference, which has both, is out."""
     monkeypatch.setenv(ISA_VARIABLE, "none")

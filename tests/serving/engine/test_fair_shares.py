@@ -59,6 +59,7 @@ def rounds_of_a_quiet_tenant(flood: int, **options) -> tuple[np.ndarray, Engine]
 
 
 @pytest.mark.parametrize("options", [{}, {"num_pages": 96}], ids=["places are short", "pages are short"])
+@pytest.mark.slow
 def test_a_flood_leaves_the_p99_of_another_tenant_within_a_fifth(options):
     alone, _ = rounds_of_a_quiet_tenant(0, **options)
     flooded, engine = rounds_of_a_quiet_tenant(40, **options)

@@ -68,6 +68,7 @@ def run_engine(target, drafter, prompts):
     return tokens, engine.stats()["num_rounds"]
 
 
+@pytest.mark.slow
 def test_two_ranks_compute_what_one_does(tmp_path):
     torch.manual_seed(0)
     model = tiny_model("qwen3", layers=3)
@@ -102,6 +103,7 @@ def end_at_once(rank, settings):
     sys.exit(3)
 
 
+@pytest.mark.slow
 def test_a_rank_that_ends_before_it_joins_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_parallel, "_run_rank", end_at_once)
     with pytest.raises(RankError, match="rank 1 ended before all had joined, exit code 3"):

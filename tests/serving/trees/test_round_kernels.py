@@ -87,6 +87,7 @@ def test_an_engine_whose_round_is_kernels_emits_the_references_tokens(kernels):
 
 
 @pytest.mark.parametrize("has_graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.slow
 def test_warming_up_launches_every_form_of_the_round_s_own_kernels_and_learns_nothing(kernels, has_graphs, monkeypatch):
     """Trees with and without re-entry, acceptance of every width; rounds then launch no form that is new."""
     target = make_target("qwen3", kernels)

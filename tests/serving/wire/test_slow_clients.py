@@ -104,6 +104,7 @@ def test_a_body_that_drips_is_cut_and_one_that_comes_steadily_is_not(served: Sim
         assert steady.recv(65_536).startswith(b"HTTP/1.1 200 "), "beyond the grace what has come counts"
 
 
+@pytest.mark.slow
 def test_clients_that_never_read_hold_up_nobody_and_their_answers_end(served: SimpleNamespace) -> None:
     before = first_token_s(served.url)
     short = served.engine.text
