@@ -218,11 +218,14 @@ class FuzzRequests:
 
     @staticmethod
     def _keep_short(body: dict[str, Any], rng: random.Random) -> None:
-        for name in ("max_tokens", "max_completion_tokens"):
+        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
             if isinstance(body.get(name), int) and body[name] > MAX_NEW_TOKENS:
                 body[name] = MAX_NEW_TOKENS
         if rng.random() < 0.95:
-            body.setdefault("max_tokens", MAX_NEW_TOKENS) if "prompt" in body or "messages" in body else None
+            if "prompt" in body or "messages" in body:
+                body.setdefault("max_tokens", MAX_NEW_TOKENS)
+            elif "input" in body:
+                body.setdefault("max_output_tokens", MAX_NEW_TOKENS)
             body["n"] = 2 if body.get("n", 1) not in (None, 1) else body.get("n", 1)
             if ("prompt" not in body and "messages" not in body) or body["n"] == 1:
                 del body["n"]
