@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shlex
 import shutil
 import tempfile
@@ -151,12 +152,13 @@ class ChaosOptions:
             words += ["--kinds", ",".join(self.kinds)]
         if self.is_resuming_answers:
             words.append("--resume-answers")
-        for name, value, default in (
-            ("model", self.model, "bundled"), ("drafter", self.drafter, "bundled"), ("replicas", self.num_replicas, 2),
-            ("concurrency", self.width, 6), ("pause", self.pause_s, 0.0), ("max-tokens", self.max_tokens, 32),
+        usual = {f.name: f.default for f in dataclasses.fields(self)}
+        for flag, name in (
+            ("model", "model"), ("drafter", "drafter"), ("replicas", "num_replicas"), ("concurrency", "width"),
+            ("pause", "pause_s"), ("max-tokens", "max_tokens"),
         ):  # fmt: skip
-            if value != default:
-                words += [f"--{name}", f"{value}"]
+            if (value := getattr(self, name)) != usual[name]:
+                words += [f"--{flag}", f"{value}"]
         if self.disk is not None:
             words += ["--disk", str(self.disk)]
         return f"paceline bench chaos {shlex.join(words)}"

@@ -1,10 +1,10 @@
 """Fuzz: requests that nobody should send, to any OpenAI-compatible server, and whether it takes them as a service should.
 
 Bodies are drawn from the server's own /openapi.json and then spoilt; beside them go headers that cannot be meant, and, over
-plain sockets, what no HTTP library sends (fuzz_sockets.py). A request follows from the seed and its number. A server passes when
-no answer is a 5xx other than 503 with a reason (and 504 to a request with a time limit of its own), none takes longer than --timeout, a
-smuggled request is never answered, connections that send no whole head are closed, and it serves as before afterwards with
-nothing left over: no request, no page, no memory, no open file.
+plain sockets, what no HTTP library sends (fuzz_sockets.py). A request follows from the seed and its number. A server passes
+when no answer is a 5xx other than 503 with a reason (and 504 to a request with a time limit of its own), none takes longer than
+--timeout, a smuggled request is never answered, connections that send no whole head are closed, and it serves as before
+afterwards with nothing left over: no request, no page, no memory, no open file.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ class StepWatch:
     """
 
     def __init__(self, wall: Callable[[], float] = time.time, steady: Callable[[], float] = time.monotonic) -> None:
+        """steady: stands still while the computer sleeps, as its timers do: waking up is a step."""
         self._wall, self._steady = wall, steady
         self._offset_s = wall() - steady()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -253,7 +254,7 @@ class ResumingClient:
         on_event: Callable[[RoundEvent], None],
         admitted: asyncio.Future[None],
     ) -> None:
-        config, deadline_s = self._config, splice.request.deadline_s
+        config = self._config
         while True:
             try:
                 return await self._try_once(splice, progress, on_event, admitted)
@@ -278,7 +279,7 @@ class ResumingClient:
                     )
                 # A client's leaving breaks the stream as well, a moment before `abort` says so: nobody waits for the rest then
                 progress.lost_s, progress.backoff_s = self._timer(), FIRST_BACKOFF_S
-            if deadline_s is not None and self._clock.now() >= deadline_s:
+            if self._left_s(splice) <= 0.0:
                 _settle(admitted)
                 return on_event(splice.end("deadline", elapsed_ms=self._elapsed_ms(progress)))
             if self._timer() - progress.lost_s >= config.max_wait_s:
@@ -315,8 +316,7 @@ class ResumingClient:
                     on_event(splice.take(event))
                     if is_over:
                         return
-                deadline_s = splice.request.deadline_s
-                if deadline_s is not None and self._clock.now() >= deadline_s + DEADLINE_GRACE_S:
+                if self._left_s(splice) <= -DEADLINE_GRACE_S:
                     return on_event(splice.end("deadline", elapsed_ms=self._elapsed_ms(progress)))
         finally:
             if not is_over:
@@ -327,9 +327,12 @@ class ResumingClient:
         if progress.is_admitted:
             return self._max_silence_s
         left_s = self._config.max_wait_s - (self._timer() - progress.lost_s)
-        if splice.request.deadline_s is not None:
-            left_s = min(left_s, splice.request.deadline_s - self._clock.now())
-        return max(left_s, 0.0)
+        return max(min(left_s, self._left_s(splice)), 0.0)
+
+    def _left_s(self, splice: Splice) -> float:
+        """Until the request's deadline, < 0 behind it; infinite without one."""
+        deadline_s = splice.request.deadline_s
+        return math.inf if deadline_s is None else deadline_s - self._clock.now()
 
     async def _next(self, stream: ItemStream, patience_s: float) -> bytes:
         try:

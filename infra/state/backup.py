@@ -105,15 +105,10 @@ def run_backup(options: BackupOptions, console: Console) -> Manifest:
     with open_atomic(out) as raw, tarfile.open(fileobj=raw, mode="w") as tar:
         os.fchmod(raw.fileno(), 0o600)
         for _ in range(_ROUNDS):
-            is_missing = False
-            for path in _members(home, with_traces=options.traces):
-                name = path.relative_to(home).as_posix()
-                if name not in files:
-                    facts = _add(tar, path, name)
-                    is_missing |= facts is None
-                    if facts is not None:
-                        files[name] = facts
-            if not is_missing:
+            names = {path.relative_to(home).as_posix(): path for path in _members(home, with_traces=options.traces)}
+            added = {name: _add(tar, path, name) for name, path in names.items() if name not in files}
+            files |= {name: facts for name, facts in added.items() if facts is not None}
+            if None not in added.values():
                 break
         manifest = Manifest(
             format=FORMAT, paceline=importlib.metadata.version("paceline"), model_name=options.model_name,
