@@ -395,7 +395,7 @@ def test_swaps_under_live_streams_drop_nothing_and_mix_no_versions(place: Place)
     answers: list[Answer] = []
     place.make_live(place.first)
     swaps = {i: r["num_swaps"] for i, r in place.replicas().items()}
-    answers += (streams := under_load(place.url, swap, width=8, num_tokens=48, only_streams=True, pause_s=PAUSE_S))
+    answers += (streams := under_load(place.url, swap, width=8, num_tokens=48, only_streams=True))
     for answer in answers:
         answer.check_complete()
     for answer in streams:

@@ -194,11 +194,11 @@ class Crowd:
         self.rng = np.random.default_rng([seed, size, 2])
         self.clock, self.rounds = ManualClock(0.0), RoundSink()
         self.out = Outcome(num_requests=3 * size + 10)
-        self.asked = seed % 2
+        self.asked_seed = seed % 2
         """Seed of what is asked: runs of several seeds share the slow answers alone."""
         self.picks = {f"r{i}": int(self.rng.integers(NUM_ASKS)) for i in range(self.out.num_requests)}
-        alone = answered_alone(self.asked)
-        self.texts = {name: [*asks(self.asked)[k].prompt, *alone[k][0]] for name, k in self.picks.items()}
+        alone = answered_alone(self.asked_seed)
+        self.texts = {name: [*asks(self.asked_seed)[k].prompt, *alone[k][0]] for name, k in self.picks.items()}
         self.broken: set[str] = set()
         """Drafter versions that will fail."""
         self.wrong: list[str] = []
@@ -252,7 +252,7 @@ class Crowd:
             self.broken.add(version)
 
     def _submit(self, name: str) -> None:
-        rng, ask = self.rng, asks(self.asked)[self.picks[name]]
+        rng, ask = self.rng, asks(self.asked_seed)[self.picks[name]]
         self.answers[name] = []
         groups = (Group.ADAPTIVE, Group.ADAPTIVE, Group.ADAPTIVE, Group.STATIC, Group.PLAIN)
         request = GenerationRequest(
@@ -267,8 +267,8 @@ class Crowd:
         name = event.request_id
         got = self.answers[name]
         got.extend(event.token_ids)
-        ask = asks(self.asked)[self.picks[name]]
-        want, reason = answered_alone(self.asked)[self.picks[name]]
+        ask = asks(self.asked_seed)[self.picks[name]]
+        want, reason = answered_alone(self.asked_seed)[self.picks[name]]
         what = (
             f"{name} of {self.size}, seed {self.seed}, {ask.kind}: {got} {event.finish_reason}, alone {want} {reason}"
         )

@@ -98,18 +98,16 @@ def test_a_server_with_faults_fails() -> None:
     assert document["faults"]["503 without a reason"] > 5 and 0 < len(document["examples"]) <= 20
 
 
-def metered(gauges: Callable[[int], dict[str, float]]) -> FastAPI:
-    """A server whose /metrics has these of each of two replicas, by the number of requests so far."""
-    app, num_requests = FastAPI(openapi_url=None), 0
+def metered(gauges: Callable[[int], dict[str, float]], bodies: list[bytes] | None = None) -> FastAPI:
+    """A server whose /metrics has these of each of two replicas, by the number of requests so far; it keeps their bodies."""
+    app, kept = FastAPI(openapi_url=None), [] if bodies is None else bodies
 
     async def answer(request: Request) -> Response:
-        nonlocal num_requests
-        await request.body()
-        num_requests += 1
+        kept.append(await request.body())
         return Response("{}")
 
     async def metrics() -> Response:
-        found = gauges(num_requests).items()
+        found = gauges(len(kept)).items()
         return Response("".join(f'# TYPE {n} gauge\n{n}{{r="a"}} 0\n{n}{{r="b"}} {v}\n' for n, v in found))
 
     async def healthy() -> dict[str, str]:
@@ -153,28 +151,10 @@ def test_a_server_that_waits_for_heads_for_ever_fails(monkeypatch: pytest.Monkey
         assert {end_s is None for end_s in document["unfinished_s"].values()} == {bool(faults)}
 
 
-def recording() -> tuple[FastAPI, list[bytes]]:
-    """A server that takes all and keeps what came."""
-    app, bodies = FastAPI(openapi_url=None), []
-
-    async def answer(request: Request) -> Response:
-        bodies.append(await request.body())
-        return Response("{}")
-
-    async def healthy() -> dict[str, str]:
-        return {}
-
-    app.add_api_route("/openapi.json", lambda: DOCUMENT, methods=["GET"])
-    app.add_api_route("/healthz", healthy, methods=["GET"])
-    app.add_api_route("/v1/completions", answer, methods=["POST"])
-    app.add_api_route("/v1/chat/completions", answer, methods=["POST"])
-    return app, bodies
-
-
 def test_a_request_follows_from_the_seed_and_its_number() -> None:
     def sent(num_requests: int, **options: Any) -> list[bytes]:
-        app, bodies = recording()
-        with serve_app(app) as url:
+        bodies: list[bytes] = []
+        with serve_app(metered(lambda n: {}, bodies)) as url:
             fuzz(url, num_requests, concurrency=1, **options)
         return bodies
 
@@ -185,8 +165,6 @@ def test_a_request_follows_from_the_seed_and_its_number() -> None:
 
 
 def test_a_run_that_is_cut_off_keeps_what_it_saw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    app, _ = recording()
-
     async def cut_off(http: Any, number: int, request: Any, totals: FuzzTotals) -> None:
         if number == 9:
             await asyncio.sleep(60.0)
@@ -199,7 +177,7 @@ def test_a_run_that_is_cut_off_keeps_what_it_saw(tmp_path: Path, monkeypatch: py
     said = Console(file=io.StringIO(), width=200)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background lets it be ignored
     try:
-        with serve_app(app) as url, pytest.raises(KeyboardInterrupt):
+        with serve_app(metered(lambda n: {})) as url, pytest.raises(KeyboardInterrupt):
             run_fuzz(FuzzOptions(url=url, num_requests=100, concurrency=4, skip=5, json=tmp_path / "fuzz.json"), said)
     finally:
         signal.signal(signal.SIGINT, before)

@@ -69,10 +69,9 @@ def alone(frontier, row):
 def test_a_request_drafts_as_with_its_own_versions_weights(kind, form, monkeypatch):
     """Compiled and by torch, both blocks, in mixed batches over two rounds; also one that goes back to the base's weights."""
     monkeypatch.setenv(ISA_VARIABLE, form)
+    # half of the sizes and settings with each form, the other half with the next kind
     half = ([*FOUND, "none"].index(form) + KIND_NAMES.index(kind)) % 2
-    for seed in range(
-        3 * half, 3 * half + 3
-    ):  # half of the sizes and settings with each form, the other with the next kind
+    for seed in range(3 * half, 3 * half + 3):
         rng = np.random.default_rng(seed)
         model, tables, drafter_class = tiny(kind, seed)
         shared = drafter_class(model, *tables, num_candidates=6)
