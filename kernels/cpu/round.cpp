@@ -29,8 +29,9 @@ constexpr int LANES = 16;
 // 16 numbers, in as many of the machine's registers as they take.
 #if defined(__AVX512F__)
 constexpr int REGISTER = 16;
-constexpr int TILE_ROWS = 14, TILE_PANELS = 2;  // 28 sums, 2 weights and 1 input of 32 registers
-constexpr int FEW_ROWS = 6, FEW_PANELS = 4;     // 24 sums, 4 weights and 1 input
+constexpr int TILE_ROWS = 14, TILE_PANELS = 2;  // 28 sums and 2 weights of 32 registers; inputs are read by the products
+constexpr int SOME_ROWS = 9, SOME_PANELS = 3;   // 27 sums and 3 weights
+constexpr int FEW_ROWS = 7, FEW_PANELS = 4;     // 28 sums and 4 weights
 #elif defined(__AVX2__)
 constexpr int REGISTER = 8;
 constexpr int TILE_ROWS = 6, TILE_PANELS = 1;  // 12 halves of sums, 2 of weights and 1 input of 16 registers
@@ -39,6 +40,9 @@ constexpr int FEW_ROWS = 3, FEW_PANELS = 2;
 constexpr int REGISTER = 4;
 constexpr int TILE_ROWS = 6, TILE_PANELS = 1;  // 24 quarters of sums, 4 of weights and 1 input of 32 registers
 constexpr int FEW_ROWS = 3, FEW_PANELS = 2;
+#endif
+#if !defined(__AVX512F__)
+constexpr int SOME_ROWS = FEW_ROWS, SOME_PANELS = FEW_PANELS;
 #endif
 constexpr int PIECES = LANES / REGISTER;
 typedef float Piece __attribute__((vector_size(4 * REGISTER), aligned(4), may_alias));
@@ -237,8 +241,8 @@ struct Pair<int8_t> : OddPair {
 };
 #endif
 
-// Bytes of a panel that are asked for before they are read: a core that waits for its own prefetcher reads from memory and
-// multiplies in turn, not at once.
+// Bytes that are asked for before they are read, of all panels that are read together: a core that waits for its own
+// prefetcher reads from memory and multiplies in turn, not at once. About what a core's line buffers have on their way.
 constexpr int AHEAD = 2048;
 
 // Products below write y, or with `adds` add to it.
@@ -246,12 +250,12 @@ inline void put_sum(float* y, const Floats& sum, bool adds) { store(y, adds ? lo
 
 template <class W, int STEP, int ROWS, int PANELS>
 inline __attribute__((always_inline)) void add_step(const typename Pair<W>::Number* x, int64_t stride, const W* w,
-                                                    int64_t panel_size, Floats (&sum)[ROWS][PANELS]) {
+                                                    int64_t panel_size, int64_t ahead, Floats (&sum)[ROWS][PANELS]) {
   decltype(Pair<W>::template weights<STEP>(w)) weights[PANELS];
 #pragma GCC unroll 4
   for (int b = 0; b < PANELS; ++b) {
     const W* at = w + b * panel_size;
-    if (STEP == 0 || sizeof(W) == 4) __builtin_prefetch((const char*)(at + STEP * LANES) + AHEAD);
+    if (STEP == 0 || sizeof(W) == 4) __builtin_prefetch((const char*)(at + STEP * LANES) + ahead);
     weights[b] = Pair<W>::template weights<STEP>(at);
   }
 #pragma GCC unroll 14
@@ -263,16 +267,25 @@ inline __attribute__((always_inline)) void add_step(const typename Pair<W>::Numb
 }
 
 template <class W, int ROWS, int PANELS>
+inline __attribute__((always_inline)) void add_steps(const typename Pair<W>::Number* x, int64_t stride, const W* w, int64_t in,
+                                                     int64_t first, int64_t last, int64_t ahead, Floats (&sum)[ROWS][PANELS]) {
+  for (int64_t k = first; k < last; k += 2) {
+    add_step<W, 0>(x + k, stride, w + k * LANES, in * LANES, ahead, sum);
+    if constexpr (Pair<W>::STEPS > 1) add_step<W, 1>(x + k, stride, w + k * LANES, in * LANES, ahead, sum);
+  }
+}
+
+template <class W, int ROWS, int PANELS>
 inline void tile(const typename Pair<W>::Number* x, int64_t stride, const W* w, int64_t in, float* y, int64_t y_stride, bool adds) {
   Floats sum[ROWS][PANELS];
 #pragma GCC unroll 14
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
     for (int b = 0; b < PANELS; ++b) sum[r][b] = Floats{};
-  for (int64_t k = 0; k < in; k += 2) {
-    add_step<W, 0>(x + k, stride, w + k * LANES, in * LANES, sum);
-    if constexpr (Pair<W>::STEPS > 1) add_step<W, 1>(x + k, stride, w + k * LANES, in * LANES, sum);
-  }
+  constexpr int64_t OF_EACH = AHEAD / PANELS, STEPS = OF_EACH / (int64_t)(2 * sizeof(W) * LANES) * 2;
+  const int64_t last = in > STEPS ? in - STEPS : 0;  // what is ahead of a panel's end lies behind its group's
+  add_steps<W>(x, stride, w, in, 0, last, OF_EACH, sum);
+  add_steps<W>(x, stride, w, in, last, in, OF_EACH + (PANELS - 1) * in * LANES * (int64_t)sizeof(W), sum);
 #pragma GCC unroll 14
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
@@ -413,14 +426,17 @@ void panel_groups(const typename Pair<W>::Number* x, int64_t rows, int64_t strid
   for (; b < num_panels; ++b) panels<W, 1, ROWS>(x, rows, stride, w + b * in * LANES, in, y + b * LANES, y_stride, adds);
 }
 
-// As many sums as there are registers, however few rows there are.
+// As many sums as there are registers, however few rows a tile has.
 template <class W>
 void register_product(const typename Pair<W>::Number* x, int64_t rows, int64_t stride, const W* w, int64_t in,
                       int64_t num_panels, float* y, int64_t y_stride, bool adds) {
+  const int64_t num_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS, height = (rows + num_tiles - 1) / num_tiles;
   if (rows == 1)
     panel_groups<W, 4, 1>(x, rows, stride, w, in, num_panels, y, y_stride, adds);
-  else if (rows <= FEW_ROWS)
+  else if (height <= FEW_ROWS)
     panel_groups<W, FEW_PANELS, FEW_ROWS>(x, rows, stride, w, in, num_panels, y, y_stride, adds);
+  else if (height <= SOME_ROWS)
+    panel_groups<W, SOME_PANELS, SOME_ROWS>(x, rows, stride, w, in, num_panels, y, y_stride, adds);
   else
     panel_groups<W, TILE_PANELS, TILE_ROWS>(x, rows, stride, w, in, num_panels, y, y_stride, adds);
 }
