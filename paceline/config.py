@@ -7,8 +7,10 @@ variables that stand for an option are named here.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 import importlib.metadata
+import math
 import os
 import re
 from collections.abc import Mapping
@@ -222,6 +224,13 @@ class PolicyConfig:
     """Fresh supervised rows a bucket needs before a job."""
     horizon_s: A[float, Setting(gt=0)] = 240.0
     """Prior for the remaining life of a traffic regime."""
+    ends_at: A[
+        str,
+        Setting(
+            "When the service will end, if that is known (a batch, a rented node), such as 2026-12-01T08:00Z: what could not pay "
+            "by then is not learned."
+        ),
+    ] = ""
     holdback_percent: A[int, Setting(ge=0, le=100)] = 10
     """Share of requests that keep the first drafter."""
     trusts_groups: bool = False
@@ -255,8 +264,22 @@ class PolicyConfig:
         require(
             bool(is_known), f"policy.policy must be one of {names}, or MODULE:CLASS of one of your own", self.policy
         )
+        self.end_s  # noqa: B018 - raises
         slower = self.ema_slow < self.ema_fast
         require(slower, f"policy.ema_slow must be in (0, ema_fast={self.ema_fast})", self.ema_slow)
+
+    @property
+    def end_s(self) -> float:
+        """`ends_at` in seconds since 1970; infinite where no end is known."""
+        if not self.ends_at:
+            return math.inf
+        rule = "policy.ends_at must be a date and a time with their zone, such as 2026-12-01T08:00Z"
+        try:
+            end = datetime.datetime.fromisoformat(self.ends_at)
+        except ValueError:
+            raise ConfigError(f"{rule}, got {self.ends_at!r}") from None
+        require(end.tzinfo is not None, rule, self.ends_at)
+        return end.timestamp()
 
 
 @record("trainer_resources.")

@@ -88,6 +88,17 @@ def test_a_section_made_in_python_names_the_whole_setting_and_refuses_what_a_fil
         ServiceConfig(num_replicas="2")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"ema_slow must be in \(0, ema_fast=0\.5\), got 0\.6$"):
         PolicyConfig(ema_slow=0.6)
+    for end in ("tomorrow", "2026-12-01T08:00"):
+        with pytest.raises(
+            ConfigError, match=r"^policy\.ends_at must be a date and a time with their zone, .*, got '2?"
+        ):
+            PolicyConfig(ends_at=end)
+    assert (
+        PolicyConfig(ends_at="2026-12-01T09:00+01:00").end_s
+        == PolicyConfig(ends_at="2026-12-01T08:00Z").end_s
+        == 1796112000.0
+    )
+    assert PolicyConfig().end_s == float("inf")
 
 
 def test_every_default_is_within_its_bounds_and_a_copy_is_checked_too():

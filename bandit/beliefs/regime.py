@@ -161,8 +161,8 @@ class MixRegime(msgspec.Struct):
         """The text behind a bucket changed: what it was will not return under this name."""
         self.past.pop(bucket, None)
 
-    def horizon_s(self, now: float, prior_s: float, wait_s: float = 0.0) -> float:
-        """Expected seconds of the regime that come after the next `wait_s` seconds.
+    def horizon_s(self, now: float, prior_s: float, wait_s: float = 0.0, ends_at: float = math.inf) -> float:
+        """Expected seconds of the regime that come after the next `wait_s` seconds, none of them behind `ends_at`.
 
         Prior: a Lomax life of shape 3 and scale 2 prior_s, whose mean residual is prior_s + age / 2 (what has lasted
         will last); evidence: mean residual of past regimes that outlived this age. Weighted by their numbers.
@@ -172,9 +172,10 @@ class MixRegime(msgspec.Struct):
         prior = 0.5 * scale / (1.0 + wait_s / scale) ** 2
         longer = [length - age for length in self.lengths if length > age]
         after = sum(max(left - wait_s, 0.0) for left in longer)
-        return (PRIOR_REGIMES * prior + after) / (PRIOR_REGIMES + len(longer))
+        expected = (PRIOR_REGIMES * prior + after) / (PRIOR_REGIMES + len(longer))
+        return min(expected, max(ends_at - now - wait_s, 0.0))
 
-    def returning_s(self, bucket: str, now: float, prior_s: float) -> float:
+    def returning_s(self, bucket: str, now: float, prior_s: float, ends_at: float = math.inf) -> float:
         """Expected seconds, at its present share of the tokens, for which a bucket will be served in later regimes.
 
         Share of past time that was its own, carried forward for as long as was observed: it keeps its version, so that
@@ -185,7 +186,8 @@ class MixRegime(msgspec.Struct):
         if share <= 0 or self.origin is None or self.start <= self.origin:
             return 0.0
         observed = self.start - self.origin
-        window = min(max(now - self.origin, WINDOW_FACTOR * prior_s), RETURN_FACTOR * prior_s)
+        later = max(ends_at - now - self.horizon_s(now, prior_s), 0.0)
+        window = min(max(now - self.origin, WINDOW_FACTOR * prior_s), RETURN_FACTOR * prior_s, later)
         if presence is None or presence.num_regimes == 0:
             return self._return_of_new(bucket, window)
         trust = presence.num_regimes / (presence.num_regimes + PRIOR_GONE)

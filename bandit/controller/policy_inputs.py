@@ -28,7 +28,7 @@ def build_view(
     each = bucket_beliefs(state, config, context)
     beliefs, pools = pooled_beliefs(state, context, each)
     regime = state.regime if state.regime is not None else MixRegime(now)
-    horizon = regime.horizon_s(now, config.horizon_s)
+    horizon = regime.horizon_s(now, config.horizon_s, ends_at=config.end_s)
     known = context.versions or state.lived
     versions = [v for v in {*known, context.first_version} if v not in state.barred]
     recalls = price_recalls(
@@ -59,8 +59,8 @@ def build_view(
                 min_rows=config.min_rows,
                 num_replicas=context.num_replicas,
                 trainer_price=config.trainer_price,
-                left_s=lambda wait: regime.horizon_s(now, config.horizon_s, wait),
-                returning_s=lambda bucket: regime.returning_s(bucket, now, config.horizon_s),
+                left_s=lambda wait: regime.horizon_s(now, config.horizon_s, wait, config.end_s),
+                returning_s=lambda bucket: regime.returning_s(bucket, now, config.horizon_s, config.end_s),
                 recall_rates=rates,
                 pools=pools,
                 known_length=lambda bucket: state.table.best_of(bucket, versions),

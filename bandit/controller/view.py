@@ -74,7 +74,9 @@ def policy_view(
         beliefs={} if state.context is None else bucket_beliefs(state, config, state.context),
         scores={bucket: _lengths(state, bucket) for bucket in state.table.scores},
         regime_age_s=now - regime.start if regime is not None else 0.0,
-        horizon_s=regime.horizon_s(now, config.horizon_s) if regime is not None else config.horizon_s,
+        horizon_s=regime.horizon_s(now, config.horizon_s, ends_at=config.end_s)
+        if regime is not None
+        else config.horizon_s,
         regime_starts=regime_starts(regime.start, regime.lengths) if regime is not None else [],
         arms=[arm.name for arm in arms],
         posterior=arm_posteriors(state.gains),

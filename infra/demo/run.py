@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import itertools
 import logging
 import os
@@ -39,6 +40,9 @@ from paceline.paths import BUNDLED_TARGET, bundled
 from paceline.records import DataFolder, Drafter, HtmlFile, JsonFile, Setting, record, require
 
 log = logging.getLogger(__name__)
+
+START_S = 25.0
+"""What Ray, Redis and a replica take to start on two cores, about."""
 
 
 @record()
@@ -105,6 +109,11 @@ def _residual_s(options: DemoOptions) -> float:
     return options.minutes * 60 * sum(p.share**2 for p in _phases(options)) / 2
 
 
+def _ends_at(options: DemoOptions) -> str:
+    """When the demo will end, as somebody says it who rents a node for an hour: what is learned last could not pay back."""
+    return datetime.datetime.fromtimestamp(time.time() + START_S + options.minutes * 60, datetime.UTC).isoformat()
+
+
 def _phases(options: DemoOptions) -> tuple[Phase, ...]:
     if options.scenario == "steady":
         return steady_scenario(options.known)
@@ -130,6 +139,7 @@ def demo_config(options: DemoOptions, data_dir: Path) -> ServiceConfig:
             interval_s=max(20.0, options.minutes * 60 / 8),
             min_rows=3200,  # some 32 requests: the learner learns 16 before any is scored, and fewer scores are not sure
             horizon_s=_residual_s(options),
+            ends_at=_ends_at(options),
             holdback_percent=25,
             trusts_groups=True,  # the demo's client draws them
             seed=options.seed,

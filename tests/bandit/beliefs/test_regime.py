@@ -112,3 +112,17 @@ def test_the_first_regime_promises_no_return_and_a_changed_text_is_new():
     known = regime.returning_s("a", now, 120.0)
     regime.forget("a")
     assert 0 < regime.returning_s("a", now, 120.0) < 0.7 * known
+
+
+def test_nothing_is_expected_behind_a_known_end():
+    regime, now = _cycled([("a", 300), ("c", 300), ("a", 300), ("c", 300), ("a", 100)])
+    free = regime.horizon_s(now, 120.0), regime.returning_s("a", now, 120.0)
+    for left in (0.0, 10.0, 50.0, 200.0, 500.0):
+        rest, returns = (
+            regime.horizon_s(now, 120.0, ends_at=now + left),
+            regime.returning_s("a", now, 120.0, now + left),
+        )
+        assert rest == min(free[0], left)
+        assert 0.0 <= returns <= free[1] and rest + returns <= left + 1e-9
+        assert regime.horizon_s(now, 120.0, 30.0, now + left) <= max(left - 30.0, 0.0)
+    assert regime.returning_s("a", now, 120.0, now + 1e6) == free[1]
