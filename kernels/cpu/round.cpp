@@ -282,8 +282,8 @@ inline void tile(const typename Pair<W>::Number* x, int64_t stride, const W* w, 
   for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
     for (int b = 0; b < PANELS; ++b) sum[r][b] = Floats{};
-  constexpr int64_t OF_EACH = AHEAD / PANELS, STEPS = OF_EACH / (int64_t)(2 * sizeof(W) * LANES) * 2;
-  const int64_t last = in > STEPS ? in - STEPS : 0;  // what is ahead of a panel's end lies behind its group's
+  constexpr int64_t OF_EACH = AHEAD / PANELS, INPUTS = OF_EACH / (int64_t)(2 * sizeof(W) * LANES) * 2;
+  const int64_t last = in > INPUTS ? in - INPUTS : 0;  // what is ahead of a panel's end lies behind its group's
   add_steps<W>(x, stride, w, in, 0, last, OF_EACH, sum);
   add_steps<W>(x, stride, w, in, last, in, OF_EACH + (PANELS - 1) * in * LANES * (int64_t)sizeof(W), sum);
 #pragma GCC unroll 14
@@ -423,6 +423,9 @@ void panel_groups(const typename Pair<W>::Number* x, int64_t rows, int64_t strid
   int64_t b = 0;
   for (; b + PANELS <= num_panels; b += PANELS)
     panels<W, PANELS, ROWS>(x, rows, stride, w + b * in * LANES, in, y + b * LANES, y_stride, adds);
+  if constexpr (PANELS > 2)
+    for (; b + 2 <= num_panels; b += 2)
+      panels<W, 2, ROWS>(x, rows, stride, w + b * in * LANES, in, y + b * LANES, y_stride, adds);
   for (; b < num_panels; ++b) panels<W, 1, ROWS>(x, rows, stride, w + b * in * LANES, in, y + b * LANES, y_stride, adds);
 }
 

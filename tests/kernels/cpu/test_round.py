@@ -156,6 +156,26 @@ def test_rows_are_bit_for_bit_those_of_plain_decoding(is_tree, dtype, isa):
         start += rows
 
 
+@pytest.mark.parametrize("isa", FOUND)
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16, torch.int8])
+def test_rows_are_bit_for_bit_the_same_in_tiles_of_every_height(weights, isa):
+    target = make_target(SHAPES[1], torch.bfloat16 if weights == torch.int8 else weights)
+    native = new_native(target.model, target.tap_layers, isa, is_int8=weights == torch.int8)
+    batch, num_pages = make_batch(torch.Generator().manual_seed(7), [(1, 5 + i) for i in range(31)], is_tree=False)
+
+    def rows(first: int, last: int) -> TargetBatch:
+        at = slice(first, last)
+        return TargetBatch(
+            token_ids=batch.token_ids[at], positions=batch.positions[at], cu_rows=torch.arange(last - first + 1),
+            context_lens=batch.context_lens[at], slot_table=batch.slot_table[at], out_rows=batch.out_rows[at],
+        )  # fmt: skip
+
+    pool = fresh_pool(target, num_pages)
+    alone = torch.cat([run(native, rows(i, i + 1), pool)[0].clone() for i in range(31)])
+    for count in range(2, 32):
+        assert torch.equal(run(native, rows(0, count), pool)[0], alone[:count]), count
+
+
 def test_all_instruction_sets_agree():
     target, rng = make_target(SHAPES[1], torch.float32), torch.Generator().manual_seed(5)
     batch, num_pages = make_batch(rng, [(9, 21), (1, 40)], is_tree=True)
