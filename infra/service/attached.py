@@ -22,6 +22,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 from paceline.adapt.families.target_handle import load_target_handle
+from paceline.adapt.versions.first_drafter import drafter_taps
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.config import AttachOptions, ServiceConfig
 from paceline.contracts import EngineFacts
@@ -30,7 +31,7 @@ from paceline.infra.controller.actor import stop_controller
 from paceline.infra.controller.snapshot import state_json
 from paceline.infra.engines.sglang import SglangReplica
 from paceline.infra.service.connections import Connection
-from paceline.infra.service.parts import ControllerSupervisor, controller_spec, drafter_taps
+from paceline.infra.service.parts import ControllerSupervisor, controller_spec
 from paceline.infra.service.stores import StorePaths
 from paceline.infra.state.desired import read_reports
 from paceline.infra.state.layout import make_home

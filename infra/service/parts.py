@@ -13,6 +13,7 @@ import psutil
 from paceline.adapt.data.storage_calls import StorageCalls
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.data.trace_writer import TraceWriter
+from paceline.adapt.versions.first_drafter import drafter_taps, make_slots
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.bandit.beliefs.arms import default_arms
 from paceline.config import ServiceConfig, most_replicas
@@ -40,17 +41,12 @@ from paceline.infra.web.dashboard_routes import dashboard_router
 from paceline.infra.web.feed import DashboardFeed
 from paceline.infra.web.metrics import render_metrics, speculation_rows
 from paceline.infra.web.state_routes import ServiceView, service_router
-from paceline.paths import keep_private, resolve_drafter, resolve_model
+from paceline.paths import keep_private, resolve_model
 from paceline.records import build
 from paceline.serving.api.client import LocalEngineClient
 from paceline.serving.api.generation import ApiParts
-from paceline.serving.drafters.family import TargetHandles
-from paceline.serving.drafters.slots import DrafterSlots
-from paceline.serving.drafters.text import make_text_drafter
 from paceline.serving.engine.engine import Engine
 from paceline.serving.engine.thread import EngineThread
-from paceline.serving.loading.families import build_drafter, read_drafter_files
-from paceline.serving.loading.released import wanted_tap_layers
 from paceline.serving.loading.target import read_target
 from paceline.serving.loading.tensor_parallel import Ranks, load_parallel
 from paceline.serving.target_model.model import TargetModel
@@ -63,47 +59,6 @@ CONTROLLER_CHECK_S = 10.0
 STORAGE_PATIENCE_S = 20.0
 """Longest wait of a replica for the data folder: drafters of 1 GB come in less from a file server that is well, and what takes
 longer is waited for by its own thread and used then."""
-
-
-def drafter_taps(config: ServiceConfig) -> tuple[int, ...] | None:
-    """Target layers that the configured drafter reads: none without weights; None = the usual three."""
-    folder = resolve_drafter(config.drafter, config.model)
-    return () if folder is None else wanted_tap_layers(folder)
-
-
-def make_slots(
-    config: ServiceConfig, target: TargetHandles, registry: DrafterRegistry, calls: StorageCalls | None = None
-) -> DrafterSlots:
-    """Drafter slots with the first drafter live; its weights are put into the registry under their content id.
-
-    Args:
-        calls: of the registry: where that hangs, the weights are put there when it answers. None = it is waited for.
-    Raises: ConfigError, DrafterMismatchError when the drafter does not exist or does not fit the target.
-    """
-    folder = resolve_drafter(config.drafter, config.model, version=target.version)
-    if folder is None:
-        return DrafterSlots() if config.drafter == "none" else DrafterSlots(make_text_drafter(config.drafter))
-    settings, state = read_drafter_files(folder, target)
-
-    def build() -> Any:
-        return build_drafter(settings, state, target)
-
-    live = build()  # refuses before anything is registered
-    about = {"drafter_type": settings["drafter_type"], "config": settings, "target_version": target.version}
-    version = registry.version_of(state, **about)
-    try:
-        (registry if calls is None else calls.guard(registry)).put(state, **about)
-    except StorageHangsError as e:
-        assert calls is not None
-        log.error("%s: this replica begins with the drafter of %s, version=%s", e, folder, version)
-        calls.later(registry.put, state, **about)
-    first, engine = build(), config.engine
-    if engine.max_class_deltas:
-        first.hold_deltas(engine.max_class_deltas, engine.delta_rank)
-    return DrafterSlots(
-        live, version, first=first, first_version=version, spawn=build,
-        num_class_slots=engine.max_class_versions,
-    )  # fmt: skip
 
 
 def controller_spec(

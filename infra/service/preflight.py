@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,8 @@ from paceline.infra.state.layout import prepare_home
 from paceline.machine import claim_port
 from paceline.paths import resolve_drafter, resolve_model
 from paceline.records import build
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +63,8 @@ def check_early(config: ServiceConfig) -> None:
     resolve_model(config.model)
     resolve_drafter(config.drafter, config.model)
     _check_driver(config)
+    if config.policy.end_s <= time.time():
+        log.warning("policy.ends_at=%s is over: nothing will be learned", config.policy.ends_at)
     if cluster_address(config) is None and config.port:  # a cluster's proxy may have it, and be ours
         claim_port(config.host, config.port)
 
@@ -85,13 +91,14 @@ def preflight(config: ServiceConfig) -> Preflight:
 
 def _look(config: ServiceConfig) -> Preflight:
     from paceline.bandit.policies.table import make_policy
-    from paceline.serving.loading.target import check_target
 
     device = _device(config)
     if is_adaptive(config):  # else the controller would end by it again and again beside a service that never trains
         with contextlib.redirect_stdout(sys.stderr):  # a foreign module may print; the answer has this stream to itself
             make_policy(config.policy.policy)
     if config.model != "bundled":  # a replica would refuse it too, but later and three times
+        from paceline.serving.loading.target import check_target  # seconds of imports
+
         check_target(resolve_model(config.model))
     return Preflight(device=device, first_version=_register(config) if is_adaptive(config) else "")
 
@@ -130,8 +137,8 @@ def _device(config: ServiceConfig) -> str:
 
 def _register(config: ServiceConfig) -> str:
     from paceline.adapt.families.target_handle import load_target_handle
+    from paceline.adapt.versions.first_drafter import drafter_taps, make_slots
     from paceline.adapt.versions.registry import DrafterRegistry
-    from paceline.infra.service.parts import drafter_taps, make_slots
 
     paths = StorePaths.of(config)
     prepare_home(paths.home)

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from paceline.adapt.data.storage_calls import StorageCalls
 from paceline.adapt.families.target_handle import load_target_handle
+from paceline.adapt.versions.first_drafter import drafter_taps, make_slots
 from paceline.adapt.versions.import_drafter import import_drafter
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.bench.common.engine_run import build_engine, load_named_drafter, load_target
@@ -17,7 +18,6 @@ from paceline.cli.main import app
 from paceline.config import EngineConfig, ServiceConfig
 from paceline.contracts import Group
 from paceline.errors import ConfigError, DrafterMismatchError
-from paceline.infra.service.parts import drafter_taps, make_slots
 from paceline.serving.loading.families import load_drafter
 from paceline.serving.loading.target import read_target
 from paceline.serving.sampling.request import SamplingParams
