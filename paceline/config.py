@@ -227,8 +227,8 @@ class PolicyConfig:
     ends_at: A[
         str,
         Setting(
-            "When the service will end, if that is known (a batch, a rented node), such as 2026-12-01T08:00Z: what could not pay "
-            "by then is not learned."
+            "When the service will end, if that is known (a batch, a rented node), such as 2026-12-01T08:00Z: `payoff` and "
+            "`thompson` learn nothing that could not pay by then."
         ),
     ] = ""
     holdback_percent: A[int, Setting(ge=0, le=100)] = 10

@@ -175,8 +175,11 @@ class MixRegime(msgspec.Struct):
         expected = (PRIOR_REGIMES * prior + after) / (PRIOR_REGIMES + len(longer))
         return min(expected, max(ends_at - now - wait_s, 0.0))
 
-    def returning_s(self, bucket: str, now: float, prior_s: float, ends_at: float = math.inf) -> float:
-        """Expected seconds, at its present share of the tokens, for which a bucket will be served in later regimes.
+    def returning_s(
+        self, bucket: str, now: float, prior_s: float, wait_s: float = 0.0, ends_at: float = math.inf
+    ) -> float:
+        """Expected seconds, at its present share of the tokens, for which a bucket will be served in later regimes, as far as
+        they lie behind the next `wait_s` seconds and before `ends_at`.
 
         Share of past time that was its own, carried forward for as long as was observed: it keeps its version, so that
         every visit counts in full. See `_return_of_new` for a bucket that this regime brought.
@@ -186,7 +189,7 @@ class MixRegime(msgspec.Struct):
         if share <= 0 or self.origin is None or self.start <= self.origin:
             return 0.0
         observed = self.start - self.origin
-        later = max(ends_at - now - self.horizon_s(now, prior_s), 0.0)
+        later = max(ends_at - now - max(self.horizon_s(now, prior_s), wait_s), 0.0)
         window = min(max(now - self.origin, WINDOW_FACTOR * prior_s), RETURN_FACTOR * prior_s, later)
         if presence is None or presence.num_regimes == 0:
             return self._return_of_new(bucket, window)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterable
 from typing import Any
@@ -354,7 +355,9 @@ class Controller:
         names = [a.name for a in self._arms]
         if arm and arm not in names:
             raise ValueError(f"arm must be one of {', '.join(names)}, got {arm!r}")
-        view = self._view(now, context)
+        # an order is carried out whenever the service ends
+        endless = dataclasses.replace(self._config, ends_at="")
+        view = build_view(self._state, endless, self._arms, context, now, bank=self.bank())
         belief = belief_to_train(view, bucket)
         goes_on = [a for a in self._arms if a.parameters == belief.learner_parameters]
         usual = [a for a in self._arms if a.parameters != "calibration"]

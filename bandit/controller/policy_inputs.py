@@ -36,7 +36,7 @@ def build_view(
         versions,
         context.version_of,
         table=state.table,
-        horizon_s=horizon,
+        horizon_s=regime.horizon_s(now, config.horizon_s),  # a swap pays in seconds, and may be what stops a loss
         staging_s=state.costs.staging_s(context.num_replicas),
         first_version=context.first_version,
     )
@@ -60,7 +60,7 @@ def build_view(
                 num_replicas=context.num_replicas,
                 trainer_price=config.trainer_price,
                 left_s=lambda wait: regime.horizon_s(now, config.horizon_s, wait, config.end_s),
-                returning_s=lambda bucket: regime.returning_s(bucket, now, config.horizon_s, config.end_s),
+                returning_s=lambda bucket, wait: regime.returning_s(bucket, now, config.horizon_s, wait, config.end_s),
                 recall_rates=rates,
                 pools=pools,
                 known_length=lambda bucket: state.table.best_of(bucket, versions),

@@ -9,6 +9,7 @@ from msgspec import UNSET, UnsetType
 
 from paceline.bandit.beliefs.belief import BucketBelief
 from paceline.bandit.beliefs.gain_model import ArmPosterior, arm_posteriors, regime_starts
+from paceline.bandit.beliefs.regime import MixRegime
 from paceline.bandit.controller.epoch import bucket_beliefs
 from paceline.bandit.controller.state import ControllerState, JobRecord
 from paceline.bandit.ledger.totals import LedgerCell
@@ -74,9 +75,7 @@ def policy_view(
         beliefs={} if state.context is None else bucket_beliefs(state, config, state.context),
         scores={bucket: _lengths(state, bucket) for bucket in state.table.scores},
         regime_age_s=now - regime.start if regime is not None else 0.0,
-        horizon_s=regime.horizon_s(now, config.horizon_s, ends_at=config.end_s)
-        if regime is not None
-        else config.horizon_s,
+        horizon_s=(regime or MixRegime(now)).horizon_s(now, config.horizon_s, ends_at=config.end_s),
         regime_starts=regime_starts(regime.start, regime.lengths) if regime is not None else [],
         arms=[arm.name for arm in arms],
         posterior=arm_posteriors(state.gains),

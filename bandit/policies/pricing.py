@@ -110,7 +110,7 @@ def price_jobs(
     num_replicas: int,
     trainer_price: float = 1.0,
     left_s: Callable[[float], float] | None = None,
-    returning_s: Callable[[str], float] | None = None,
+    returning_s: Callable[[str, float], float] | None = None,
     known_length: Callable[[str], float] | None = None,
     recall_rates: Mapping[str, float] | None = None,
     pools: Mapping[str, list[str]] | None = None,
@@ -118,7 +118,8 @@ def price_jobs(
     """Every arm and row count on every active bucket with enough fresh rows; the order is deterministic.
 
     left_s: seconds until the new version could serve -> expected seconds of the regime after that; default: what is left
-    of horizon_s. returning_s: bucket -> seconds, at today's load, that it is expected to be served in later regimes.
+    of horizon_s. returning_s: bucket, the same wait -> seconds, at today's load, that it is expected to be served in later
+    regimes.
     known_length: bucket -> acceptance length of the best existing version, which would be recalled then.
     recall_rates: bucket -> device-seconds per second that its best recall saves, which a job must beat.
     pools: bucket -> other buckets that its belief is about, too.
@@ -132,7 +133,6 @@ def price_jobs(
             continue
         room = headroom(belief, best_length)
         is_hope = room > headroom_of(belief.length, best_length)
-        returns = returning_s(name) if returning_s is not None else 0.0
         best_known = max(known_length(name), belief.length) if known_length is not None else belief.length
         known = belief.relative_gain(belief.length, best_known)
         others = pools.get(name, []) if pools is not None else []
@@ -161,6 +161,7 @@ def price_jobs(
         for (arm, share, new, cost, mean, _, sure), (gain, later) in zip(found, gained.tolist(), strict=True):
             wait = cost.training_s + cost.shadow_s
             left = max(horizon_s - wait, 0.0) if left_s is None else left_s(wait)
+            returns = 0.0 if returning_s is None else returning_s(name, wait)
             saving = belief.busy * (left * gain + returns * later) - left * recall_rate
             priced.append(
                 PricedJob(

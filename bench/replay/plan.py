@@ -27,7 +27,7 @@ CONCERNS = {
     "hedge_rate": ("hedge",), "hedge_share": ("hedge",),
 }  # fmt: skip
 """Settings that only some policies read: a sweep over them leaves the other policies alone."""
-FIXED = ("policy", "seed")
+FIXED = ("policy", "seed", "ends_at")
 """Fields of PolicyConfig that a sweep may not set."""
 
 

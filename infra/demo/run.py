@@ -109,9 +109,10 @@ def _residual_s(options: DemoOptions) -> float:
     return options.minutes * 60 * sum(p.share**2 for p in _phases(options)) / 2
 
 
-def _ends_at(options: DemoOptions) -> str:
-    """When the demo will end, as somebody says it who rents a node for an hour: what is learned last could not pay back."""
-    return datetime.datetime.fromtimestamp(time.time() + START_S + options.minutes * 60, datetime.UTC).isoformat()
+def with_end(config: ServiceConfig, options: DemoOptions, begins_at: float) -> ServiceConfig:
+    """The configuration that knows when the demo will end: what is learned last could not pay back."""
+    end = datetime.datetime.fromtimestamp(begins_at + options.minutes * 60, datetime.UTC)
+    return replace(config, policy=replace(config.policy, ends_at=end.isoformat()))
 
 
 def _phases(options: DemoOptions) -> tuple[Phase, ...]:
@@ -139,7 +140,6 @@ def demo_config(options: DemoOptions, data_dir: Path) -> ServiceConfig:
             interval_s=max(20.0, options.minutes * 60 / 8),
             min_rows=3200,  # some 32 requests: the learner learns 16 before any is scored, and fewer scores are not sure
             horizon_s=_residual_s(options),
-            ends_at=_ends_at(options),
             holdback_percent=25,
             trusts_groups=True,  # the demo's client draws them
             seed=options.seed,
@@ -335,7 +335,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict:
             with console.status("starting Ray, Redis, the replica and the controller (about 30 s)"):
                 target = pad_target(data_dir / "target")
                 drafter = copy_drafter(options.drafter, target, data_dir / "drafter")
-                config = replace(config, model=str(target), drafter=drafter)
+                config = with_end(replace(config, model=str(target), drafter=drafter), options, time.time() + START_S)
                 service = run_service(config, check=signals.check)
             signals.check()
             schedule, url = Schedule(options), service.url

@@ -119,7 +119,7 @@ def run_vllm_demo(options: DemoOptions, config: ServiceConfig, console: Console)
     import ray
 
     from paceline.infra.app import http_options, start_ray
-    from paceline.infra.demo.run import Schedule, drive, final_state
+    from paceline.infra.demo.run import Schedule, drive, final_state, with_end
 
     python, own_dir = check_options(options), options.data_dir is None
     folder = Path(tempfile.mkdtemp(prefix="paceline-demo-")) if options.data_dir is None else options.data_dir
@@ -157,6 +157,7 @@ def run_vllm_demo(options: DemoOptions, config: ServiceConfig, console: Console)
                 facts = wait_for_engine(config, signals.stop.wait)
                 signals.check()
                 assert facts is not None, "only a stop ends the wait without an engine"
+                config = with_end(config, options, time.time())
                 attached = Attached(config, first, facts, http_options(config))
                 _wait_for_drafter(vllm.url, first.version, signals)
             schedule = Schedule(options)

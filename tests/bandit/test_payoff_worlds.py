@@ -1,5 +1,8 @@
 """Claims about the pay-off rule over whole simulated services."""
 
+import dataclasses
+from datetime import UTC, datetime
+
 import msgspec
 import pytest
 
@@ -184,3 +187,20 @@ def test_an_order_goes_on_with_the_learner_that_a_bucket_has():
     with pytest.raises(ValueError, match="arm must train 'full' as the learner of bucket 'a' does"):
         w.controller.train_now("a", "head", w.clock.now())
     assert w.controller.arm_of(w.controller.train_now("a", "", w.clock.now())).parameters == "full"
+
+
+def test_nothing_is_bought_that_could_not_pay_by_a_known_end():
+    def served(end: float | None) -> World:
+        w = _world(lambda t: {"c": 1.0} if t > 600 else {"a": 0.5, "b": 0.5}, bank_s=200.0)
+        ends_at = "" if end is None else datetime.fromtimestamp(end, UTC).isoformat()
+        w.controller._config = dataclasses.replace(w.config, ends_at=ends_at)
+        w.run(1500)
+        return w
+
+    free = served(None)
+    first = free.of("train")[0]
+    assert [d.ts for d in served(first.ts + 1e6).of("train")] == [d.ts for d in free.of("train")]
+    late = served(first.ts + 10.0)
+    assert not late.of("train")
+    order = late.controller.train_now("c", "full", late.clock.now())
+    assert order.context["min_gain"] < 0.5, "an order is no bet on the time that is left"

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from paceline.bandit.beliefs.ratio import RatioSums
-from paceline.bandit.beliefs.regime import CLIP, BucketRegime, MixRegime, has_drifted
+from paceline.bandit.beliefs.regime import CLIP, PRESENT_SHARE, BucketRegime, MixRegime, has_drifted
 
 
 def _epoch(rng: np.random.Generator, length: float, requests: int = 12) -> RatioSums:
@@ -117,12 +117,14 @@ def test_the_first_regime_promises_no_return_and_a_changed_text_is_new():
 def test_nothing_is_expected_behind_a_known_end():
     regime, now = _cycled([("a", 300), ("c", 300), ("a", 300), ("c", 300), ("a", 100)])
     free = regime.horizon_s(now, 120.0), regime.returning_s("a", now, 120.0)
+    share = max(regime.mean["a"], PRESENT_SHARE)
     for left in (0.0, 10.0, 50.0, 200.0, 500.0):
-        rest, returns = (
-            regime.horizon_s(now, 120.0, ends_at=now + left),
-            regime.returning_s("a", now, 120.0, now + left),
-        )
-        assert rest == min(free[0], left)
-        assert 0.0 <= returns <= free[1] and rest + returns <= left + 1e-9
-        assert regime.horizon_s(now, 120.0, 30.0, now + left) <= max(left - 30.0, 0.0)
-    assert regime.returning_s("a", now, 120.0, now + 1e6) == free[1]
+        assert regime.horizon_s(now, 120.0, ends_at=now + left) == min(free[0], left)
+        for wait in (0.0, 30.0, 250.0):
+            rest = regime.horizon_s(now, 120.0, wait, now + left)
+            returns = regime.returning_s("a", now, 120.0, wait, now + left)
+            assert rest <= max(left - wait, 0.0) and 0.0 <= returns <= free[1]
+            assert share * returns <= max(
+                left - max(wait, free[0]), 0.0
+            )  # of what is left behind this regime and the wait
+    assert regime.returning_s("a", now, 120.0, ends_at=now + 1e6) == free[1]
