@@ -113,23 +113,27 @@ def closing_sentence(result: dict) -> str:
         bucket, own_s = phase["bucket"], phase["own_version_s"]
         if bucket in seen and own_s is not None:
             told.append(f"when {bucket} came back, its own version had answered after {own_s:.1f} s")
-        if seen and bucket not in learned and (why := _declined(result, phase)):
-            told.append(f"{bucket} was declined: {why}")
+        if seen and bucket not in learned and (end := _without_version(result, phase)):
+            told.append(f"{bucket} {end}")
         seen.add(bucket)
     return f"net {ledger['net_s']:+.1f} s: " + "; ".join(told or ["nothing was learned"])
 
 
-def _declined(result: dict, phase: dict) -> str:
-    """The latest reason not to learn the classes that only this phase has; '' where there is none."""
+def _without_version(result: dict, phase: dict) -> str:
+    """What became of the classes that only this phase has: what a job took, else the latest reason against one; '' where
+    there is neither."""
     others = {name for p in result["phases"] if p is not phase for name in p["classes"]}
     own = [name for name in phase["classes"] if name not in others]
+    if any(d["action"] == "train" and d["bucket"] in own for d in result["decisions"]):
+        spent_s = sum(cell["spent_s"] for cell in result["ledger_cells"] if cell["bucket"] in own)
+        return f"took {spent_s:.1f} s and had no version before it went"
     for decision in reversed(result["decisions"]):
         if decision["action"] == "hold" and decision["bucket"] in own:
-            return decision["reason"].rstrip(".")
+            return f"was declined: {decision['reason'].rstrip('.')}"
     for name in own:
         rows, needed = result["rows"].get(name, (0, 0))
         if rows < needed:
-            return f"{name} brought {rows} of the {needed} rows that a job needs before it went"
+            return f"was declined: {name} brought {rows} of the {needed} rows that a job needs before it went"
     return ""
 
 

@@ -125,7 +125,11 @@ def test_the_closing_sentence_tells_what_was_learned_what_came_back_and_what_was
         "net +1.0 s: learning math took 1.0 s of device time and saved 2.0 s; facts was declined: It would save 0.1 s for 3 s; "
         "when math came back, its own version had answered after 1.2 s"
     )
-    result["decisions"] = []
+    cells = result["ledger_cells"]
+    result["ledger_cells"] = [*cells, {"bucket": "~class-3", "version": None, "spent_s": 0.75}]
+    result["decisions"].append({"t_s": 25.0, "action": "train", "bucket": "~class-3", "reason": "It should pay."})
+    assert "; facts took 0.8 s and had no version before it went; when" in demo_report.closing_sentence(result)
+    result["decisions"], result["ledger_cells"] = [], cells
     assert "declined" not in demo_report.closing_sentence(result)
     result["rows"] = {"~class-3": (900, 3200), "~class-2": (10, 3200)}
     told = demo_report.closing_sentence(result)
