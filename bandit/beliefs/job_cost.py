@@ -60,6 +60,13 @@ class JobCost(msgspec.Struct, frozen=True, kw_only=True):
     staging_s: float
     price: float = 1.0
     """Of a second of the trainer, in seconds of serving."""
+    duration: float = 1.0
+    """Seconds from the job's order to its end over its device-seconds."""
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until the job has ended."""
+        return self.duration * (self.training_s + self.shadow_s)
 
     @property
     def total_s(self) -> float:
@@ -84,12 +91,14 @@ class CostModel(msgspec.Struct):
         """Cost of one job; busy = device-seconds that serving uses per second, price as in PolicyConfig.trainer_price."""
         training = prior_training_s(arm) * self._scale(arm)
         shadow = prior_shadow_s(arm) * self.shadow.value()
+        duration = self.duration.value()
         return JobCost(
             training_s=training,
             shadow_s=shadow,
-            interference_s=max(self.slowdown, 0.0) * busy * (training + shadow) * self.duration.value(),
+            interference_s=max(self.slowdown, 0.0) * busy * (training + shadow) * duration,
             staging_s=self.staging_s(num_replicas),
             price=price,
+            duration=duration,
         )
 
     def margin(self) -> float:

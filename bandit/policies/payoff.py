@@ -148,7 +148,7 @@ def _about(job: PricedJob) -> dict[str, Any]:
 def waiting_s(job: PricedJob, jobs: list[PricedJob]) -> float:
     """Device-seconds that the best of the other buckets' jobs loses while this one holds the trainer."""
     rates = [j.rate for j in jobs if j.bucket != job.bucket]
-    return max([0.0, *rates]) * (job.cost.training_s + job.cost.shadow_s)
+    return max([0.0, *rates]) * job.cost.wait_s
 
 
 def pick(jobs: list[PricedJob], rng: np.random.Generator) -> tuple[PricedJob, list[tuple[PricedJob, float]]]:

@@ -159,7 +159,7 @@ def price_jobs(
                 found.append((arm, share, new, cost, mean, sd, sure))
         gained = _expected_gains(belief, [job[4:] for job in found], known)
         for (arm, share, new, cost, mean, _, sure), (gain, later) in zip(found, gained.tolist(), strict=True):
-            wait = cost.training_s + cost.shadow_s
+            wait = cost.wait_s
             left = max(horizon_s - wait, 0.0) if left_s is None else left_s(wait)
             returns = 0.0 if returning_s is None else returning_s(name, wait)
             saving = belief.busy * (left * gain + returns * later) - left * recall_rate

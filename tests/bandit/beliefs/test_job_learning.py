@@ -176,6 +176,20 @@ def test_the_price_of_a_burst_counts_what_the_learner_has_learned_before():
     assert priced[3000].share == pytest.approx(learned_share(5000))
 
 
+def test_what_a_burst_saves_begins_when_it_has_ended_however_long_its_worker_waits():
+    costs, left = CostModel(), []
+    for _ in range(3):
+        (job,) = price_jobs(
+            {"c": make_belief()}, [sized(FULL, 2000)], gains=GainModel(), costs=costs, evidence=EvidenceModel(), hysteresis=1.25,
+            best_length=2.5, horizon_s=60.0, min_rows=2000, num_replicas=1,
+        )  # fmt: skip
+        assert job.left_s == max(60.0 - job.cost.wait_s, 0.0)
+        assert job.saving_s == pytest.approx(job.left_s * job.rate)
+        left.append(job.left_s)
+        costs.update_duration(40.0, 4.0)  # a busy core leaves a niced worker a tenth
+    assert left[0] > left[1] + 10.0 > left[2] + 10.0
+
+
 def test_a_learner_goes_on_with_what_it_has_learned_so_far():
     """A burst on other parameters would begin anew and throw the seconds before it away."""
     head = msgspec.structs.replace(FULL, name="head", parameters="head")
