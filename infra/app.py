@@ -486,10 +486,8 @@ def _await_running(name: str, check: Callable[[], None]) -> None:
     assert client is not None
     # serve.status() tells more, for 70 ms of this core and as much of the controller's
     while (app := client.get_serve_status(name).app_status).status != ApplicationStatus.RUNNING:
-        if app.status in (
-            ApplicationStatus.DEPLOY_FAILED,
-            ApplicationStatus.NOT_STARTED,
-        ):  # the latter: deleted meanwhile
+        # what was deleted meanwhile counts as not started
+        if app.status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.NOT_STARTED):
             raise RuntimeError(app.message)
         check()
         time.sleep(_LOOK_S)

@@ -111,8 +111,8 @@ class Controller:
         state.round_costs.fade(seconds)
         return decisions
 
-    def _view(self, now: float, context: HostContext) -> View:
-        return build_view(self._state, self._config, self._arms, context, now, bank=self.bank())
+    def _view(self, now: float, context: HostContext, config: PolicyConfig | None = None) -> View:
+        return build_view(self._state, config or self._config, self._arms, context, now, bank=self.bank())
 
     def _choose(self, view: View) -> Choice:
         state = self._state
@@ -356,8 +356,7 @@ class Controller:
         if arm and arm not in names:
             raise ValueError(f"arm must be one of {', '.join(names)}, got {arm!r}")
         # an order is carried out whenever the service ends
-        endless = dataclasses.replace(self._config, ends_at="")
-        view = build_view(self._state, endless, self._arms, context, now, bank=self.bank())
+        view = self._view(now, context, dataclasses.replace(self._config, ends_at=""))
         belief = belief_to_train(view, bucket)
         goes_on = [a for a in self._arms if a.parameters == belief.learner_parameters]
         usual = [a for a in self._arms if a.parameters != "calibration"]

@@ -64,7 +64,7 @@ def check_early(config: ServiceConfig) -> None:
     resolve_drafter(config.drafter, config.model)
     _check_driver(config)
     if config.policy.end_s <= time.time():
-        log.warning("policy.ends_at=%s is over: nothing will be learned", config.policy.ends_at)
+        log.warning("policy.ends_at=%s is over: payoff and thompson will learn nothing", config.policy.ends_at)
     if cluster_address(config) is None and config.port:  # a cluster's proxy may have it, and be ours
         claim_port(config.host, config.port)
 
