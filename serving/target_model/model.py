@@ -113,6 +113,7 @@ class TargetModel:
         self.leader: RankLeader | None = None
         """Rank 0's line to the other ranks, which repeat every forward and commit."""
         self.context_tokens = _context_tokens(config)
+        _freeze_rope(model, self.context_tokens)
         weight: Any = model.get_input_embeddings().weight
         self.embed_weight: torch.Tensor = weight if num_ranks == 1 else weight.full_tensor()  # (V, Dm)
         self.lm_head: torch.nn.Module = model.get_output_embeddings()
@@ -237,20 +238,34 @@ class TargetModel:
         log.info("target forward chosen forward=%s weights=int8 relative_error=%s", self.forward_name, error)
 
     def _fused_error(self) -> float:
-        """Root-mean-square difference of fused and transformers logits over the logits' own, on fixed tokens."""
-        ids = self._fixed_tokens(32)
-        count, rows = ids.numel(), torch.arange(ids.numel(), device=self.device)
-        expected = self._module_logits(32)
-        batch = TargetBatch(
-            token_ids=ids,
-            positions=rows,
-            cu_rows=torch.tensor([0, count], device=self.device),
-            context_lens=torch.zeros(1, dtype=torch.int64, device=self.device),
-            slot_table=rows[None],
-            out_rows=rows,
-        )
-        got = self.forward(batch, self.new_kv_pool(1, count, 0)).logits
-        error = float((got - expected).norm() / expected.norm().clamp_min(1e-12))
+        """Root-mean-square difference of paged and transformers logits over the logits' own, on fixed tokens.
+
+        Half of them are a prompt, the others a path of a tree behind it, whose second row is no ancestor of any.
+        """
+        ids, expected = self._fixed_tokens(32), self._module_logits(32)
+        count, half = ids.numel(), ids.numel() // 2
+        rows = torch.arange(count + 1, device=self.device)
+        is_path = torch.ones(count + 1 - half, dtype=torch.bool, device=self.device)
+        is_path[1] = False
+        ancestors = torch.ones(is_path.numel(), is_path.numel(), dtype=torch.bool, device=self.device).tril()
+        ancestors[2:, 1] = False
+        prompt = (ids[:half], rows[:half], rows[:half], 0, None)
+        depths = is_path.cumsum(0) - is_path.int()  # of the tree's rows; the one that is no ancestor is a sibling of the third
+        tree = (torch.cat((ids[half : half + 1], ids[:1], ids[half + 1 :])), half + depths, rows[half:], half, ancestors)
+        pool, got = self.new_kv_pool(1, count + 1, 0), []
+        for token_ids, positions, out_rows, num_context, mask in (prompt, tree):
+            batch = TargetBatch(
+                token_ids=token_ids,
+                positions=positions.clamp_max(count - 1),
+                cu_rows=torch.tensor([0, token_ids.numel()], device=self.device),
+                context_lens=torch.tensor([num_context], device=self.device),
+                slot_table=rows[None, :half],
+                out_rows=out_rows,
+                ancestors=mask,
+            )
+            got.append(self.forward(batch, pool).logits)
+        logits = torch.cat((got[0], got[1][is_path]))
+        error = float((logits - expected).norm() / expected.norm().clamp_min(1e-12))
         return error if math.isfinite(error) else math.inf
 
     @torch.inference_mode()
@@ -424,6 +439,25 @@ def _context_tokens(config: Any) -> int:
     if unknown:
         raise ConfigError(f"the target must use softmax attention in every layer, got {', '.join(sorted(unknown))}")
     return min(limit, int(window)) if window and is_sliding else limit
+
+
+@torch.no_grad()
+def _freeze_rope(model: Any, context_tokens: int) -> None:
+    """Keep the RoPE frequencies of the whole context from the first token on.
+
+    transformers' `dynamic` and `longrope` choose them anew in every forward, by the largest position of all packed rows: what
+    a request writes would depend on its neighbours, on the cut of its prompt and on its drafts.
+    """
+    for rope in model.modules():
+        kinds = getattr(rope, "rope_type", None)
+        by_layer = kinds if isinstance(kinds, dict) else {None: kinds}
+        if not any(isinstance(kind, str) and ("dynamic" in kind or kind == "longrope") for kind in by_layer.values()):
+            continue
+        device = model.get_input_embeddings().weight.device
+        last = torch.tensor([[context_tokens - 1]], device=device)
+        for layer_type in by_layer:
+            rope(torch.zeros(1, device=device), last, **({} if layer_type is None else {"layer_type": layer_type}))
+        rope.rope_type = dict.fromkeys(kinds, "static") if isinstance(kinds, dict) else "static"
 
 
 def _eos_token_ids(model: Any, tokenizer: Any) -> frozenset[int]:

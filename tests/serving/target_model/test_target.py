@@ -211,10 +211,13 @@ def test_a_sliding_window_limits_the_context():
     assert not target.is_fast_path
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox", "bloom", "falcon", "gptj", "stablelm", "mamba", "t5"])
+@pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox", "bloom", "falcon", "gptj", "stablelm", "mamba", "t5", "diffllama"])
 def test_families_that_cannot_be_served_are_refused_in_one_sentence(tmp_path, family):
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    own = {"gptj": {"rotary_dim": 4}, "opt": {"word_embed_proj_dim": 32}, "stablelm": {"intermediate_size": 64}}
+    own = {
+        "gptj": {"rotary_dim": 4}, "opt": {"word_embed_proj_dim": 32}, "stablelm": {"intermediate_size": 64},
+        "diffllama": {"intermediate_size": 64, "num_key_value_heads": 2},
+    }  # fmt: skip
     config = AutoConfig.for_model(family, **sizes, **own.get(family, {}))
     kind = AutoModelForSeq2SeqLM if family == "t5" else AutoModelForCausalLM
     kind.from_config(config).save_pretrained(tmp_path)
@@ -222,7 +225,7 @@ def test_families_that_cannot_be_served_are_refused_in_one_sentence(tmp_path, fa
     with pytest.raises(ConfigError, match="model") as e:
         read_target(tmp_path)
     assert len(str(e.value)) < 500 and "\n" not in str(e.value)
-    if family not in ("falcon", "gptj", "stablelm", "mamba"):  # those show when they run
+    if family not in ("falcon", "gptj", "stablelm", "mamba", "diffllama"):  # those show when they run
         with pytest.raises(ConfigError, match="family that can be served"):
             check_target(tmp_path)
 
@@ -253,3 +256,49 @@ def test_other_families_are_served_by_their_own_modules(family):
     tokens = _tokens(9)
     got = prefill(target, target.new_kv_pool(8, 4, 0), PageAllocator(8, 4), "a", tokens).logits
     torch.testing.assert_close(got, plain_logits(target, tokens), **TOLERANCE)
+
+
+def _rope_model(family, rope):
+    sizes = {
+        "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 64, "pad_token_id": 0, "head_dim": 8, "max_position_embeddings": 128,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        family, **sizes, eos_token_id=1, initializer_range=0.3, original_max_position_embeddings=32,
+        rope_parameters={"rope_theta": 10_000.0, "factor": 4.0, **rope},
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [
+        (
+            "phi3",
+            {
+                "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 4.0, 8.0, 16.0],
+                "partial_rotary_factor": 1.0,
+            },
+        ),
+        ("llama", {"rope_type": "dynamic"}),
+    ],
+)  # fmt: skip
+def test_rope_is_that_of_the_whole_context_whatever_else_is_in_the_forward(family, rope):
+    tokens, short = _tokens(120), _tokens(9, seed=1)
+    with torch.inference_mode():
+        whole = _rope_model(family, rope)(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float()
+    target = TargetModel.from_model(_rope_model(family, rope), tiny_tokenizer())
+    kv, pages = target.new_kv_pool(100, 4, 16), PageAllocator(100, 4)
+    parts = [prefill(target, kv, pages, "a", tokens[i : i + 20], i).logits for i in range(0, 120, 20)]
+    torch.testing.assert_close(torch.cat(parts), whole, **TOLERANCE)
+    prefill(target, kv, pages, "b", short)
+    tree = [-1, 0]
+    alone = target.forward(tree_batch(pages, kv, ["b"], [9], [tree], [5, 6]), kv).logits
+    path = [-1, *range(12)]  # drafts of the neighbour that reach beyond the end of the context
+    both = target.forward(
+        tree_batch(pages, kv, ["a", "b"], [120, 9], [path, tree], [*_tokens(13, seed=2), 5, 6]), kv
+    ).logits
+    torch.testing.assert_close(both[-2:], alone, **TOLERANCE)
+    again = target.forward(tree_batch(pages, kv, ["b"], [9], [tree], [5, 6]), kv).logits
+    torch.testing.assert_close(again, alone, **TOLERANCE)
