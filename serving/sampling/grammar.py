@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from paceline.errors import CapacityError, RequestError
 from paceline.serving.sampling.bans import bans_of
 from paceline.serving.sampling.fair_threads import FairThreads
 from paceline.serving.sampling.grammar_state import GrammarState
 from paceline.serving.sampling.request import GrammarSpec
+from paceline.serving.sampling.text_stream import TokenText
 
 if TYPE_CHECKING:  # loaded with the first grammar
     from llguidance import LLMatcher, LLTokenizer
@@ -255,30 +257,48 @@ def convert_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: Collection
         raise RequestError(
             "answers in a grammar need a fast tokenizer (tokenizer.json), and this target has a slow one"
         )
-    eos = sorted(eos_token_ids)
+    eos, tokens = sorted(eos_token_ids), TokenText(tokenizer)
     try:
         decoder = json.loads(backend.to_str()).get("decoder") or {}
-        if decoder.get("type") == "Fuse":
-            return LLTokenizer(_PlainTokens(tokenizer, vocab_size, eos), n_vocab=vocab_size, eos_token=eos)  # type: ignore[arg-type]
+        if decoder.get("type") == "Fuse" or tokens.is_byte_level:
+            return LLTokenizer(_PlainTokens(tokens, vocab_size, eos), n_vocab=vocab_size, eos_token=eos)  # type: ignore[arg-type]
         return llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos)
     except Exception as e:  # the library has no class of its own for tokenizers that it cannot take
         raise RequestError(f"answers in a grammar are not possible with this target's tokenizer: {e}") from e
 
 
 class _PlainTokens:
-    """A tokenizer whose tokens are their own text (decoder "Fuse"), in the form that LLTokenizer takes."""
+    """A tokenizer whose tokens have bytes of their own (decoders "Fuse" and "ByteLevel"), in the form that LLTokenizer takes.
+
+    A special token's written form in a grammar's text is text: the library's own reading would take it for the token.
+    """
 
     is_tokenizer_wrapper = True
 
-    def __init__(self, tokenizer: Any, vocab_size: int, eos: list[int]) -> None:
-        self._tokenizer = tokenizer
-        names = tokenizer.convert_ids_to_tokens(list(range(min(vocab_size, len(tokenizer)))))
+    def __init__(self, tokens: TokenText, vocab_size: int, eos: list[int]) -> None:
+        tokenizer = tokens.tokenizer
+        self._backend = Tokenizer.from_str(_without_added_space(tokenizer.backend_tokenizer.to_str()))
+        self._backend.encode_special_tokens = True
+        self._backend.no_padding()
+        self._backend.no_truncation()
+        self._unk = tokenizer.unk_token_id
+        num = min(vocab_size, len(tokenizer))
         self.eos_token_id = eos[0]
         self.bos_token_id = tokenizer.bos_token_id
-        self.tokens = [(name or "").encode() for name in names] + [b""] * (vocab_size - len(names))
-        self.special_token_ids = sorted({*tokenizer.all_special_ids, *eos})
+        self.tokens = [tokens.token_bytes(i) for i in range(num)] + [b""] * (vocab_size - num)
+        self.special_token_ids = sorted({*tokens.special_ids, *eos})
 
     def __call__(self, text: str | bytes) -> list[int]:
         text = text.decode(errors="replace") if isinstance(text, bytes) else text
         # A text that the vocabulary cannot spell must not pass for <unk>.
-        return [t for t in self._tokenizer.encode(text, add_special_tokens=False) if t != self._tokenizer.unk_token_id]
+        return [t for t in self._backend.encode(text, add_special_tokens=False).ids if t != self._unk]
+
+
+def _without_added_space(backend: str) -> str:
+    """tokenizer.json of a tokenizer that puts no space before a text: what is spelled goes on inside one."""
+    settings = json.loads(backend)
+    first = settings.get("pre_tokenizer") or {}
+    for part in (first, *first.get("pretokenizers", ())):
+        if part.get("add_prefix_space"):
+            part["add_prefix_space"] = False
+    return json.dumps(settings)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Collection, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 _WINDOW_TOKENS = 5
@@ -32,8 +32,12 @@ class TokenText:
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.special_ids = frozenset(int(i) for i in tokenizer.all_special_ids)
-        self.added = {int(i): str(t.content) for i, t in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self.added = {int(i): str(t.content) for i, t in added.items()}
+        # tokenizer.json marks more of them than tokenizer_config.json names: Llama 3's <|eom_id|>
+        self.special_ids = frozenset(map(int, tokenizer.all_special_ids)) | {
+            int(i) for i, t in added.items() if t.special
+        }
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self.is_byte_level = backend is not None and "ByteLevel" in repr(getattr(backend, "decoder", None))
         self._bytes: dict[int, bytes] = {}
@@ -75,7 +79,17 @@ class TokenText:
         written = self.tokenizer.convert_ids_to_tokens(token_id) or ""
         if len(written) == 6 and written.startswith("<0x") and written.endswith(">"):  # SentencePiece byte token
             return bytes([int(written[3:5], 16)])
-        return self.decode([token_id], skip_special=False).encode()
+        before = self._before
+        whole = self.decode([*before, token_id], skip_special=False)
+        return whole[len(self.decode(before, skip_special=False)) :].encode()
+
+    @cached_property
+    def _before(self) -> list[int]:
+        """A token of letters, behind which others are decoded: a text's first space is stripped."""
+        names = (
+            (i, self.tokenizer.convert_ids_to_tokens(i)) for i in range(len(self.tokenizer)) if i not in self.added
+        )
+        return next(([i] for i, name in names if name and name.isascii() and name.isalpha()), [])
 
 
 class TextStream:

@@ -9,12 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
+from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
 from paceline.errors import CapacityError, RequestError
 from paceline.serving.sampling import grammar as grammar_module
 from paceline.serving.sampling.grammar import MAX_TEXT_BYTES, GrammarFactory
 from paceline.serving.sampling.request import GrammarSpec
+from paceline.serving.sampling.text_stream import TextStream, TokenText
 from tests.helpers.constrained import PERSON, REGEX, VOCAB, Answers, allowed_text, factory, make_engine, submit
 from tests.helpers.fakes import EOS_ID, tiny_tokenizer
 
@@ -212,6 +214,40 @@ def test_the_bundled_targets_tokenizer_walks_through_json() -> None:
         state.advance(token)
     allowed = state.allowed()
     assert allowed is not None and allowed.nonzero()[0].tolist() == [tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("text", ["say <|end|> now", "<|end|>", "<|end|>!"])
+def test_a_special_tokens_name_in_a_grammar_is_text(text: str) -> None:
+    tokenizer = tiny_tokenizer(300)
+    state = GrammarFactory(tokenizer, 300, [EOS_ID]).start(
+        GrammarSpec(kind="json_schema", text=json.dumps({"const": text}))
+    )
+    drawn = []
+    while (allowed := state.allowed()) is not None and drawn[-1:] != [EOS_ID]:
+        assert allowed.any() and len(drawn) < 40
+        drawn.append(int(allowed.nonzero()[0][-1]))
+        state.advance(drawn[-1])
+    assert state.error is None and drawn[-1] == EOS_ID
+    assert json.loads(TextStream(TokenText(tokenizer)).push(drawn)) == text
+
+
+def test_a_lark_grammar_still_names_special_tokens() -> None:
+    tokenizer = tiny_tokenizer(300)
+    state = GrammarFactory(tokenizer, 300, [EOS_ID]).start(GrammarSpec(kind="lark", text='start: "a" <|end|>'))
+    a = tokenizer.encode("a", add_special_tokens=False)[0]
+    assert state.allowed().nonzero()[0].tolist() == [a]  # type: ignore[union-attr]
+    state.advance(a)
+    assert state.allowed().nonzero()[0].tolist() == [EOS_ID]  # type: ignore[union-attr]
+
+
+def test_a_tokenizer_that_puts_a_space_before_texts_spells_what_is_fixed_without_one() -> None:
+    tokenizer = tiny_tokenizer(300)
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    state = GrammarFactory(tokenizer, 300, [EOS_ID]).start(GrammarSpec(kind="regex", text="fixed"))
+    names = tiny_tokenizer(300).encode("fixed", add_special_tokens=False)
+    for token in names:
+        assert state.allowed().nonzero()[0].tolist() == [token]  # type: ignore[union-attr]
+        state.advance(token)
 
 
 def test_byte_level_tokens_may_split_characters() -> None:

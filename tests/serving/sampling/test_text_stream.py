@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from paceline.serving.sampling.text_stream import TextStream, TokenText
@@ -15,8 +15,8 @@ def byte_tokens() -> TokenText:
     return TokenText(tiny_tokenizer(300))
 
 
-def metaspace_tokenizer() -> PreTrainedTokenizerFast:
-    words = ["<unk>", "</s>", "▁hello", "▁world", "ly", ".", *(f"<0x{b:02X}>" for b in range(256))]
+def metaspace_tokenizer(further: tuple[str, ...] = ()) -> PreTrainedTokenizerFast:
+    words = ["<unk>", "</s>", "▁hello", "▁world", "ly", ".", *(f"<0x{b:02X}>" for b in range(256)), *further]
     tok = Tokenizer(
         models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[], unk_token="<unk>", byte_fallback=True)
     )
@@ -66,6 +66,24 @@ def test_sentencepiece_style_spaces_and_byte_tokens() -> None:
     assert all("�" not in p for p in pieces)
     assert "".join(pieces) + stream.finish() == " hello worldly.€ world"
     assert tokens.token_bytes(euro[0]) == "€".encode()[:1]
+
+
+def test_a_sentencepiece_token_keeps_its_space_and_two_never_share_a_text() -> None:
+    tokens = TokenText(metaspace_tokenizer(("▁a", "a", "▁")))
+    ids = tokens.tokenizer.convert_tokens_to_ids(["▁a", "a", "▁", "▁hello"])
+    assert [tokens.token_bytes(i) for i in ids] == [b" a", b"a", b" ", b" hello"]
+    stream = TextStream(tokens, prompt_token_ids=[2])
+    assert stream.push(ids) + stream.finish() == "".join(tokens.token_text(i) for i in ids)
+
+
+def test_special_tokens_that_only_the_tokenizers_own_file_marks_are_no_text() -> None:
+    tokenizer = tiny_tokenizer(300)
+    tokenizer.backend_tokenizer.add_special_tokens([AddedToken("<|eot|>", special=True, normalized=False)])
+    eot = tokenizer.convert_tokens_to_ids("<|eot|>")
+    assert eot not in tokenizer.all_special_ids
+    ids = [*tokenizer.encode("ab", add_special_tokens=False), eot]
+    assert TextStream(TokenText(tokenizer)).push(ids) == "ab" == tokenizer.decode(ids, skip_special_tokens=True)
+    assert TextStream(TokenText(tokenizer), skip_special=False).push(ids) == "ab<|eot|>"
 
 
 def test_invalid_bytes_do_not_hold_the_text_back_for_ever() -> None:

@@ -211,7 +211,9 @@ def test_a_sliding_window_limits_the_context():
     assert not target.is_fast_path
 
 
-@pytest.mark.parametrize("family", ["gpt2", "opt", "gpt_neox", "bloom", "falcon", "gptj", "stablelm", "mamba", "t5", "diffllama"])
+@pytest.mark.parametrize(
+    "family", ["gpt2", "opt", "gpt_neox", "bloom", "falcon", "gptj", "stablelm", "mamba", "t5", "diffllama"]
+)
 def test_families_that_cannot_be_served_are_refused_in_one_sentence(tmp_path, family):
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     own = {
