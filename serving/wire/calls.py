@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -53,7 +55,8 @@ class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
 class CallParser:
     """Divides one answer into content and calls of known functions; what is no such call stays content.
 
-    Blanks around calls are dropped. Arguments are passed on as the model writes them, JSON or not.
+    Blanks around calls are dropped. Arguments are passed on as the model writes them, JSON or not; a JSON text of them as what
+    it holds.
     """
 
     def __init__(
@@ -65,7 +68,11 @@ class CallParser:
         self._text = ""  # not yet divided
         self._blanks = ""  # at the end of the content so far; dropped before a call
         self._may_begin = True  # a bare call stands at the beginning or behind another
-        self._depth, self._in_string, self._is_escaped, self._has_arguments = 0, False, False, False
+        self._depth, self._in_string, self._is_escaped = 0, False, False
+        self._is_open = self._goes_on = (
+            False  # the object around the arguments, and whether it has more keys or its end
+        )
+        self._held: str | None = None  # arguments that are no object, passed on when they are whole
         self._content: list[str] = []
         self._deltas: list[CallDelta] = []
         self._num_seen = 0
@@ -94,6 +101,8 @@ class CallParser:
                 self._say(self._form.begin + self._text)
         elif self._state == "text" and not self._is_forced:
             self._say(self._text)
+        elif self._held is not None:
+            self._flush(is_whole=False)
         self._text = ""
         if not self.num_calls:
             self._content.append(self._blanks)
@@ -158,7 +167,8 @@ class CallParser:
         if match is not None and match[1] in self._names:
             self._call(match[1])
             self._text, self._state = text[match.end() :], "arguments"
-            self._depth, self._in_string, self._is_escaped, self._has_arguments = 0, False, False, False
+            self._depth, self._in_string, self._is_escaped = 0, False, False
+            self._held = None if self._text.startswith(("{", "[")) else ""
             return True
         if not self._form.begin:
             if match is None and len(text) <= _MAX_HEAD:
@@ -189,16 +199,29 @@ class CallParser:
             name = call.get("name") if isinstance(call, dict) else None
             if not isinstance(name, str) or name not in self._names:
                 return False
-            arguments = call.get("arguments", call.get("parameters", {}))
-            if not isinstance(arguments, str):
-                arguments = json.dumps(arguments, ensure_ascii=False)
+            arguments = _as_arguments(call.get("arguments", call.get("parameters")))
         except (ValueError, RecursionError):
             return False
-        self._call(name, arguments.encode(errors="backslashreplace").decode())  # half of a surrogate pair stays escaped
+        self._call(name, arguments)
         return True
 
     def _in_arguments(self) -> bool:
         """Pass on one JSON value; an object, or whatever stands there until the object around it goes on."""
+        at = self._end_of_value()
+        if at is None:
+            self._pass_on(self._text)
+            self._text = ""
+            return False
+        self._pass_on(self._text[:at])
+        if self._held is not None:
+            self._flush(is_whole=True)
+        self._text, self._depth = self._text[at:], 1  # of the object around it
+        self._is_open, self._goes_on = self._form.arguments_key is not None, False
+        self._state = "tail"
+        return True
+
+    def _end_of_value(self) -> int | None:
+        """Read on in a JSON value; characters up to its end, or to what ends it if it is no object."""
         for i, c in enumerate(self._text):
             if self._in_string:
                 if self._is_escaped:
@@ -214,21 +237,23 @@ class CallParser:
             elif c in "}]":
                 self._depth -= 1
                 if self._depth <= 0:  # below: the end of the object around a value that is none itself
-                    return self._end_arguments(i + 1 if self._depth == 0 else i)
+                    return i + 1 if self._depth == 0 else i
             elif c == "," and self._depth == 0:
-                return self._end_arguments(i)
-        self._pass_on(self._text)
-        self._text = ""
-        return False
+                return i
+        return None
 
-    def _end_arguments(self, at: int) -> bool:
-        left_out = "" if self._has_arguments else "{}"
-        self._pass_on(self._text[:at] or left_out)
-        self._text, self._state = self._text[at:], "tail"
-        return True
+    def _flush(self, *, is_whole: bool) -> None:
+        """Pass on what was held back: a string stands for the JSON that it holds, nothing and null for no arguments."""
+        text, self._held = (self._held or "").strip(), None
+        if is_whole:
+            with contextlib.suppress(ValueError):  # no JSON: as it is
+                text = _as_arguments(json.loads(text or "null"))
+        self._pass_on(text)
 
     def _pass_on(self, text: str) -> None:
-        self._has_arguments = self._has_arguments or bool(text)
+        if self._held is not None:
+            self._held += text
+            return
         if text and (self._is_parallel or self._num_seen == 1):
             self._deltas.append(CallDelta(index=self._num_seen - 1, arguments=text, at=self._at()))
 
@@ -237,16 +262,37 @@ class CallParser:
 
     def _in_tail(self) -> bool:
         form = self._form
-        rest = self._text.lstrip()
-        if not rest:  # whether the object around the arguments ends here is not known yet
+        if self._is_open and not self._skip_object():
             return False
-        if form.arguments_key is not None:
-            rest = rest.removeprefix("}").lstrip()
         end = form.end.strip()
-        if end and end.startswith(rest) and rest != end:
+        rest = self._text.lstrip()
+        if end:  # a brace too many is no answer
+            rest = rest.lstrip("} \t\r\n")
+        if not rest or (end.startswith(rest) and rest != end):
             return False
         self._text, self._state, self._may_begin = rest.removeprefix(end), "text", True
         return bool(self._text)
+
+    def _skip_object(self) -> bool:
+        """Read on to the end of the object around the arguments, whatever other keys it has; whether it was reached."""
+        if not self._goes_on:
+            self._text = self._text.lstrip()
+            if self._text[:1] not in (",", "}", ""):  # no JSON: it ends here
+                self._is_open = False
+                return True
+            self._goes_on = bool(self._text)
+        at = self._end_of_value()
+        self._text = "" if at is None else self._text[at:]
+        self._is_open = at is None
+        return not self._is_open
+
+
+def _as_arguments(value: Any) -> str:
+    """JSON of a call's arguments, which some models write as a string that holds it."""
+    if value is None or value == "":
+        return "{}"
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text.encode(errors="backslashreplace").decode()  # half of a surrogate pair stays escaped
 
 
 def merged(deltas: list[CallDelta]) -> list[CallDelta]:

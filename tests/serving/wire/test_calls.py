@@ -33,7 +33,15 @@ ANSWERS = [
     (HERMES, hermes(("add", "{}")), "", [("add", "{}")]),
     (HERMES, "I look.\n\n" + hermes(("get_weather", ARGS), ("add", "{}")) + "\n", "I look.", [("get_weather", ARGS), ("add", "{}")]),
     (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', "", [("add", '{"a": 1}')]),
-    (HERMES, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("add", '"{\\"a\\": 1}"')]),
+    (HERMES, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("add", '{"a": 1}')]),
+    (HERMES, '<tool_call>{"arguments": "{\\"a\\": 1}", "name": "add"}</tool_call>', "", [("add", '{"a": 1}')]),
+    (HERMES, '<tool_call>{"name": "add", "arguments": "no \\"JSON"}</tool_call>', "", [("add", 'no "JSON')]),
+    (HERMES, '<tool_call>{"name": "add", "arguments": "cut', "", [("add", '"cut')]),
+    (HERMES, '<tool_call>{"name": "add", "arguments": null}</tool_call>', "", [("add", "{}")]),
+    (HERMES, '<tool_call>{"arguments": null, "name": "add"}</tool_call>', "", [("add", "{}")]),
+    (HERMES, '<tool_call>{"name": "add", "arguments": {"a": 1}, "id": "c}1", "x": [{}]}\n</tool_call> done', "done",
+     [("add", '{"a": 1}')]),
+    (HERMES, '<tool_call>\n{"name": "add", "arguments": {"a": 1}}}\n</tool_call>', "", [("add", '{"a": 1}')]),
     (HERMES, hermes(("rm", "{}")), hermes(("rm", "{}")), []),
     (HERMES, "a <tool_call> b", "a <tool_call> b", []),
     (HERMES, "a <tool_ca", "a <tool_ca", []),
@@ -47,6 +55,10 @@ ANSWERS = [
     (LLAMA, '{\n "name": "add",\n "parameters": {\n  "a": 1\n }\n}\n', "", [("add", '{\n  "a": 1\n }')]),
     (HERMES, '<tool_call>{"arguments": {"a": "\\ud800ü"}, "name": "add"}</tool_call>', "", [("add", '{"a": "\\ud800ü"}')]),
     (LLAMA, '{"name": "add", "parameters": }', "", [("add", "{}")]),
+    (LLAMA, '{"name": "add", "parameters": {"a": 1}, "type": "function"}', "", [("add", '{"a": 1}')]),
+    (LLAMA, '{"name": "add", "parameters": {"a": 1}, "type": "function"}; {"name": "add", "parameters": {}}', "",
+     [("add", '{"a": 1}'), ("add", "{}")]),
+    (LLAMA, '{"name": "add", "parameters": {"a": 1} as you see', "as you see", [("add", '{"a": 1}')]),
     (LLAMA, '{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
     (LLAMA, '{"name": "rm", "parameters": {}}', '{"name": "rm", "parameters": {}}', []),
     (LLAMA, "It is {warm}.", "It is {warm}.", []),
@@ -60,10 +72,7 @@ ANSWERS = [
 def test_calls_and_content_are_told_apart_however_the_text_is_cut(form, text, content, calls) -> None:
     for pieces in ([text], list(text), [text[i : i + 3] for i in range(0, len(text), 3)], [text[:7], text[7:]]):
         got, found = read(form, pieces)
-        if calls == [("add", '"{\\"a\\": 1}"')]:  # arguments in a text
-            assert got == content and [n for n, _ in found] == ["add"]
-        else:
-            assert (got.strip() if calls else got, found) == (content.strip() if calls else content, calls)
+        assert (got.strip() if calls else got, found) == (content.strip() if calls else content, calls)
 
 
 @pytest.mark.parametrize(
