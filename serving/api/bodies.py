@@ -410,7 +410,7 @@ class ResponsesBody(CommonBody):
     def as_chat(self) -> ChatBody:
         """The chat that is answered; raises FieldError under the names of this body."""
         common = set(CommonBody.model_fields) & self.model_fields_set
-        values = self._dumped(include=common)
+        values = self._dumped(include=common, exclude_unset=True)  # unset labels would count as keys of the metadata
         values["messages"] = messages_of(self.instructions, self.input)
         if self.max_output_tokens is not None:
             values["max_tokens"] = self.max_output_tokens

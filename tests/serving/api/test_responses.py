@@ -239,6 +239,9 @@ def test_hints_are_named_and_metadata_comes_back(url: str) -> None:
     neutral = {"store": False, "truncation": "disabled", "stream_options": {"include_obfuscation": False}}
     assert "x-paceline-ignored" not in post(url, **neutral).headers
     assert answer.json()["metadata"] == {"a": "b"} and answer.json()["store"] is False
+    most = {f"k{i}": "v" for i in range(16)}
+    assert post(url, metadata=most).json()["metadata"] == most
+    assert post(url, metadata={**most, "one more": "v"}).status_code == 400
 
 
 @pytest.mark.parametrize(
