@@ -102,6 +102,7 @@ class Api:
             request, body, prompts, parts=self.parts, info=info, request_id=answer_id, arrived_s=arrived_s,
             visit=visit, grammar=None if plan is None else plan.grammar,
             bad_words=await self.prompts.spellings(body.bad_words or ()),
+            kept_token_ids=() if plan is None else tuple(self.tokens.ids_of((plan.form.begin, plan.form.end))),
         )  # fmt: skip
         first = requests[0]
         record.prompt_tokens = num_prompt = sum(len(r.prompt_token_ids) for r in requests[:: body.num_choices])
@@ -150,7 +151,6 @@ class Api:
             with_segments=body.return_segments,
             with_own_stats=len(requests) > 1,
         )
-        kept_ids = self.tokens.ids_of((plan.form.begin, plan.form.end)) if plan is not None else ()
         choices: list[Choice] = []
         echo = None
         for i, request in enumerate(requests):
@@ -159,7 +159,7 @@ class Api:
                 echo = await with_tokens(partial(make_echo, self.tokens, prompt, skip_special=skip), prompt)
             stream = TextStream(
                 self.tokens, prompt_token_ids=prompt, stop=params.stop, min_tokens=params.min_tokens, skip_special=skip,
-                kept_ids=kept_ids,
+                kept_ids=params.kept_token_ids,
             )  # fmt: skip
             parser = None
             if plan is not None:

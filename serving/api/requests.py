@@ -45,6 +45,7 @@ def engine_requests(
     visit: Visit,
     grammar: GrammarSpec | None = None,
     bad_words: tuple[tuple[int, ...], ...] = (),
+    kept_token_ids: tuple[int, ...] = (),
 ) -> list[GenerationRequest]:
     """One engine request for each choice of each prompt, those of a prompt side by side and equal but for id and seed.
 
@@ -55,6 +56,7 @@ def engine_requests(
         visit: says whose requests they are.
         grammar: in place of the body's own.
         bad_words: token sequences of the body's own.
+        kept_token_ids: special tokens that are text to a reader of calls.
     Raises: FieldError where a header or field cannot be honoured, RequestError where a value is out of range,
         HTTPException 403 where the tenant is not the client's.
     """
@@ -77,8 +79,10 @@ def engine_requests(
     for prompt in prompts:
         token_ids = tuple(_last_tokens(body, prompt, info))
         params = body.sampling(max_tokens=_max_tokens(body, len(token_ids), info))
-        if grammar is not None or bad_words:
-            params = dataclasses.replace(params, grammar=grammar or params.grammar, bad_words=bad_words)
+        if grammar is not None or bad_words or kept_token_ids:
+            params = dataclasses.replace(
+                params, grammar=grammar or params.grammar, bad_words=bad_words, kept_token_ids=kept_token_ids
+            )
         for choice in range(body.num_choices):
             seed = None if params.seed is None else choice_seed(params.seed, choice)
             index = len(found)

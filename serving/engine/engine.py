@@ -268,7 +268,7 @@ class Engine:
         if params.stop:
             checker = StopStringChecker(
                 self._token_text, params.stop, prompt, skip_special=params.skip_special_tokens,
-                min_tokens=params.min_tokens,
+                min_tokens=params.min_tokens, kept_ids=params.kept_token_ids,
             )  # fmt: skip
         return RunningRequest(
             request=request,

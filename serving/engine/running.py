@@ -196,10 +196,13 @@ class StopStringChecker:
         *,
         skip_special: bool = True,
         min_tokens: int = 0,
+        kept_ids: Sequence[int] = (),
     ) -> None:
-        """min_tokens: a match counts that a token behind so many completes."""
+        """min_tokens: a match counts that a token behind so many completes. kept_ids: as of `TextStream`."""
         self._num_early = min_tokens
-        self._stream = TextStream(tokens, prompt_token_ids=prompt_token_ids, skip_special=skip_special)
+        self._stream = TextStream(
+            tokens, prompt_token_ids=prompt_token_ids, skip_special=skip_special, kept_ids=kept_ids
+        )
         self._stop = tuple(stop)
         self._keep = max(len(s) for s in stop) - 1
         self._tail = ""  # text that a match may still begin in

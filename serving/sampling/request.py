@@ -56,6 +56,8 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     skip_special_tokens: bool = True
     """Whether stop strings are looked for in the text without special tokens, as the reader sees it."""
+    kept_token_ids: tuple[int, ...] = ()
+    """Special tokens that belong to that text all the same: the marks of calls."""
     ignore_eos: bool = False
     logprobs: int | None = None
     """Top log-probabilities per emitted token; None = off, 0 = only the emitted token's own."""

@@ -10,14 +10,16 @@ import httpx
 import jsonschema
 import openai
 import pytest
+from tokenizers import AddedToken
 
 from paceline.serving.api.app import build_api
 from paceline.serving.api.generation import ApiParts
 from paceline.serving.api.prompts import Prompts
+from paceline.serving.target_model.model import TargetModel
 from paceline.serving.wire.calls import HERMES, LLAMA, MARKED
 from paceline.serving.wire.tools import style_of
 from tests.helpers.api_server import TOKENIZER, ScriptedEngine, serve_app, serve_engine
-from tests.helpers.fakes import CHAT_TEMPLATE, tiny_target
+from tests.helpers.fakes import CHAT_TEMPLATE, tiny_model, tiny_target, tiny_tokenizer
 
 TIGHT = {"x-guidance": {"whitespace_flexible": False}}
 WEATHER = {
@@ -277,3 +279,18 @@ def test_schemas_that_cannot_be_used_are_bad_requests(real: tuple, schema: dict)
     body = {"messages": USER, "tools": tools, "tool_choice": "required", "max_tokens": 5}
     answer = httpx.post(f"{real[1]}/v1/chat/completions", json=body, timeout=60)
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("stop", ["<|call|>", "|>", "ll|><|c"])
+def test_a_stop_string_in_the_mark_of_a_call_ends_the_engines_work(stop: str) -> None:
+    tokenizer = tiny_tokenizer(300)
+    tokenizer.backend_tokenizer.add_special_tokens([AddedToken("<|call|>", special=True, normalized=False)])
+    tokenizer.chat_template = CHAT_TEMPLATE + "{# <|call|> #}"
+    target = TargetModel.from_model(tiny_model(vocab=301, layers=2, context=1024), tokenizer)
+    ask = {"messages": USER, "max_tokens": 60, "temperature": 0, "stop": [stop], "logit_bias": {"300": 100}}
+    with serve_engine(target) as (base, _):
+        answer = httpx.post(f"{base}/v1/chat/completions", json={**ask, "tools": TOOLS}).json()
+        assert answer["choices"][0]["finish_reason"] == "stop"
+        assert answer["usage"]["completion_tokens"] == (2 if stop.startswith("ll") else 1)
+        answer = httpx.post(f"{base}/v1/chat/completions", json=ask).json()
+        assert answer["choices"][0]["finish_reason"] == "length", "without tools a special token is no text"
