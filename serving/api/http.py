@@ -104,7 +104,7 @@ def error_handler(parts: ApiParts) -> Callable[[Request, Exception], Awaitable[R
             headers = {"x-should-retry": "false"}  # OpenAI's clients would send it again, with the same time limit
         elif isinstance(error, Cutoff):
             status, kind, code = error.status, error.kind, error.code
-            headers = {"Retry-After": str(_DRAIN_RETRY_S)}
+            headers = {"Retry-After": str(_DRAIN_RETRY_S)} if status >= 500 else {}
         elif isinstance(error, HTTPException):
             status, kind, headers = error.status_code, "invalid_request_error", dict(error.headers or {})
             code = code or {401: "invalid_api_key", 403: "not_allowed", 404: "not_found", 408: "slow_body"}.get(status)

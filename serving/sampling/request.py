@@ -43,6 +43,7 @@ class SamplingParams:
     top_k: int = 0
     """Keep the k most likely tokens; 0 = all."""
     top_p: float = 1.0
+    """Keep the most likely tokens up to this share of the mass, at least one."""
     min_p: float = 0.0
     """Drop tokens less likely than min_p times the most likely one."""
     repetition_penalty: float = 1.0
@@ -81,7 +82,7 @@ class SamplingParams:
                 self.temperature,
             ),
             (0 <= self.top_k < _INT31, "top_k must be in [0, 2**31) (0 = all)", self.top_k),
-            (0.0 < self.top_p <= 1.0, "top_p must be in (0, 1]", self.top_p),
+            (0.0 <= self.top_p <= 1.0, "top_p must be in [0, 1]", self.top_p),
             (0.0 <= self.min_p <= 1.0, "min_p must be in [0, 1]", self.min_p),
             (
                 0.001 <= self.repetition_penalty <= 10.0,

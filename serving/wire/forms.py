@@ -112,4 +112,5 @@ def _of_grammar(text: str) -> GrammarSpec:
 
 
 def _of_choices(texts: list[str]) -> GrammarSpec:
-    return GrammarSpec(kind="lark", text="start: " + " | ".join(json.dumps(t, ensure_ascii=False) for t in texts))
+    words = " | ".join(json.dumps(t, ensure_ascii=False) for t in texts)
+    return GrammarSpec(kind="lark", text="start: " + words.replace("\x7f", "\\u007f"))  # which JSON leaves as it is

@@ -130,7 +130,7 @@ def test_bodies_that_are_no_json_object_are_refused(raw: bytes) -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"temperature": -1.0}, {"top_p": 0.0}, {"min_p": 2.0}, {"presence_penalty": 3.0}, {"top_k": 2**31},
+        {"temperature": -1.0}, {"top_p": -0.1}, {"min_p": 2.0}, {"presence_penalty": 3.0}, {"top_k": 2**31},
         {"repetition_penalty": 0.0}, {"min_tokens": 2}, {"frequency_penalty": -3.0}, {"stop_token_ids": [-1]},
     ],
 )  # fmt: skip

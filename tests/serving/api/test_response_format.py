@@ -154,7 +154,7 @@ def test_answers_over_http_keep_to_their_schema(real: tuple) -> None:
 @pytest.mark.parametrize(
     ("fields", "pattern"),
     [
-        ({"guided_choice": ["left", 'ri"ght\\\n', "日本", "😀"]}, r'left|ri"ght\\\n|日本|😀'),
+        ({"guided_choice": ["left", 'ri"ght\\\n', "日本", "😀", "\x7f"]}, 'left|ri"ght\\\\\n|日本|😀|\x7f'),
         ({"structured_outputs": {"choice": ["left", "right"]}}, "left|right"),
         ({"ebnf": 'root ::= word ("-" word)?\nword ::= "ab" | "cd"'}, "(ab|cd)(-(ab|cd))?"),
         ({"guided_grammar": 'root ::= [a-c] "1"'}, "[a-c]1"),

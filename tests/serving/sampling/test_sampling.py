@@ -34,7 +34,7 @@ def reference_weights(logits, params, prompt=(), output=()):
     if params.top_p < 1:
         total, run, kept = sum(p[t] for t in order), 0.0, []
         for t in order:
-            if run >= params.top_p * total:
+            if kept and run >= params.top_p * total:
                 break
             kept.append(t)
             run += p[t]
@@ -50,6 +50,7 @@ CASES = [
     SamplingParams(temperature=0.5),
     SamplingParams(temperature=2.0, top_k=7),
     SamplingParams(temperature=1.0, top_p=0.6),
+    SamplingParams(temperature=1.0, top_p=0.0),
     SamplingParams(temperature=3.0, top_p=0.99),
     SamplingParams(temperature=1.0, min_p=0.1),
     SamplingParams(temperature=1.5, top_k=50, top_p=0.8, min_p=0.02),
