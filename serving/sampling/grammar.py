@@ -242,12 +242,15 @@ def compile_grammar(tokenizer: LLTokenizer, spec: GrammarSpec) -> LLMatcher:
     raise RequestError(f"the {what} cannot be used: {reason[:500] or 'no answer satisfies it'}")
 
 
+_DECODERS = {"ByteLevel", "Fuse", "Replace", "ByteFallback", "Strip", "Metaspace"}
+"""Parts of decoders behind which every token has bytes of its own."""
+
+
 def convert_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: Collection[int]) -> LLTokenizer:
     """llguidance's view of a transformers tokenizer: the bytes of every token; takes up to a second.
 
-    Raises: RequestError when there is no fast backend, no end-of-text token, or a decoder that llguidance does not know.
+    Raises: RequestError when there is no fast backend, no end-of-text token, or a decoder whose tokens have no bytes.
     """
-    import llguidance.hf
     from llguidance import LLTokenizer
 
     if not eos_token_ids:
@@ -257,35 +260,39 @@ def convert_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: Collection
         raise RequestError(
             "answers in a grammar need a fast tokenizer (tokenizer.json), and this target has a slow one"
         )
-    eos, tokens = sorted(eos_token_ids), TokenText(tokenizer)
+    settings, eos = json.loads(backend.to_str()), sorted(eos_token_ids)
+    decoder = settings.get("decoder") or {}
+    if unknown := sorted({part["type"] for part in decoder.get("decoders", [decoder]) if part} - _DECODERS):
+        raise RequestError(
+            f"answers in a grammar are not possible with this target's tokenizer, whose decoder is {', '.join(unknown)}"
+        )
     try:
-        decoder = json.loads(backend.to_str()).get("decoder") or {}
-        if decoder.get("type") == "Fuse" or tokens.is_byte_level:
-            return LLTokenizer(_PlainTokens(tokens, vocab_size, eos), n_vocab=vocab_size, eos_token=eos)  # type: ignore[arg-type]
-        return llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos)
+        return LLTokenizer(_PlainTokens(tokenizer, settings, vocab_size, eos), n_vocab=vocab_size, eos_token=eos)  # type: ignore[arg-type]
     except Exception as e:  # the library has no class of its own for tokenizers that it cannot take
         raise RequestError(f"answers in a grammar are not possible with this target's tokenizer: {e}") from e
 
 
 class _PlainTokens:
-    """A tokenizer whose tokens have bytes of their own (decoders "Fuse" and "ByteLevel"), in the form that LLTokenizer takes.
+    """A tokenizer in the form that LLTokenizer takes: every token has bytes, and texts go on inside another.
 
     A special token's written form in a grammar's text is text: the library's own reading would take it for the token.
     """
 
     is_tokenizer_wrapper = True
 
-    def __init__(self, tokens: TokenText, vocab_size: int, eos: list[int]) -> None:
-        tokenizer = tokens.tokenizer
-        self._backend = Tokenizer.from_str(_without_added_space(tokenizer.backend_tokenizer.to_str()))
+    def __init__(self, tokenizer: Any, settings: dict[str, Any], vocab_size: int, eos: list[int]) -> None:
+        """settings: tokenizer.json."""
+        self._backend = Tokenizer.from_str(json.dumps(_without_added_space(settings)))
         self._backend.encode_special_tokens = True
         self._backend.no_padding()
         self._backend.no_truncation()
         self._unk = tokenizer.unk_token_id
-        num = min(vocab_size, len(tokenizer))
+        num, tokens = min(vocab_size, len(tokenizer)), TokenText(tokenizer)
         self.eos_token_id = eos[0]
         self.bos_token_id = tokenizer.bos_token_id
-        self.tokens = [tokens.token_bytes(i) for i in range(num)] + [b""] * (vocab_size - num)
+        known = [tokens.token_bytes(i) for i in range(num)]
+        # 0xff, which no text holds, marks special tokens in the library
+        self.tokens = [b"" if text[:1] == b"\xff" else text for text in known] + [b""] * (vocab_size - num)
         self.special_token_ids = sorted({*tokens.special_ids, *eos})
 
     def __call__(self, text: str | bytes) -> list[int]:
@@ -294,11 +301,16 @@ class _PlainTokens:
         return [t for t in self._backend.encode(text, add_special_tokens=False).ids if t != self._unk]
 
 
-def _without_added_space(backend: str) -> str:
-    """tokenizer.json of a tokenizer that puts no space before a text: what is spelled goes on inside one."""
-    settings = json.loads(backend)
-    first = settings.get("pre_tokenizer") or {}
+def _without_added_space(settings: dict[str, Any]) -> dict[str, Any]:
+    """tokenizer.json of one that puts no space before a text."""
+    first, normal = settings.get("pre_tokenizer") or {}, settings.get("normalizer") or {}
     for part in (first, *first.get("pretokenizers", ())):
         if part.get("add_prefix_space"):
             part["add_prefix_space"] = False
-    return json.dumps(settings)
+        if part.get("prepend_scheme"):
+            part["prepend_scheme"] = "never"
+    if normal.get("type") == "Prepend":
+        settings["normalizer"] = None
+    elif "normalizers" in normal:
+        normal["normalizers"] = [part for part in normal["normalizers"] if part["type"] != "Prepend"]
+    return settings

@@ -8,13 +8,14 @@ import threading
 import time
 from pathlib import Path
 
+import llguidance.hf
 import pytest
-from tokenizers import pre_tokenizers
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from paceline.errors import CapacityError, RequestError
 from paceline.serving.sampling import grammar as grammar_module
-from paceline.serving.sampling.grammar import MAX_TEXT_BYTES, GrammarFactory
+from paceline.serving.sampling.grammar import MAX_TEXT_BYTES, GrammarFactory, convert_tokenizer
 from paceline.serving.sampling.request import GrammarSpec
 from paceline.serving.sampling.text_stream import TextStream, TokenText
 from tests.helpers.constrained import PERSON, REGEX, VOCAB, Answers, allowed_text, factory, make_engine, submit
@@ -240,14 +241,43 @@ def test_a_lark_grammar_still_names_special_tokens() -> None:
     assert state.allowed().nonzero()[0].tolist() == [EOS_ID]  # type: ignore[union-attr]
 
 
-def test_a_tokenizer_that_puts_a_space_before_texts_spells_what_is_fixed_without_one() -> None:
-    tokenizer = tiny_tokenizer(300)
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    state = GrammarFactory(tokenizer, 300, [EOS_ID]).start(GrammarSpec(kind="regex", text="fixed"))
-    names = tiny_tokenizer(300).encode("fixed", add_special_tokens=False)
-    for token in names:
-        assert state.allowed().nonzero()[0].tolist() == [token]  # type: ignore[union-attr]
-        state.advance(token)
+def spelling(kind: str) -> PreTrainedTokenizerFast:
+    """A small tokenizer of a kind that puts a space before a text, or not."""
+    byte_names = [f"<0x{b:02X}>" for b in range(256)]
+    made = Tokenizer(models.BPE(byte_fallback=kind != "bytes", unk_token="<unk>", fuse_unk=True))
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if kind == "bytes":
+        made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel()
+    elif kind == "llama":
+        made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        made.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+    elif kind == "gemma":
+        made.normalizer, made.decoder = normalizers.Replace(" ", "▁"), decoders.Sequence(parts)
+    else:
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+        made.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if kind == "bytes" else []
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=["<unk>", "</s>", *byte_names], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator(Path(__file__).read_text("utf-8").splitlines(), trainer)
+    settings = json.loads(made.to_str())
+    settings["added_tokens"] = [t for t in settings["added_tokens"] if t["content"] not in byte_names]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(settings)), eos_token="</s>", unk_token="<unk>"
+    )
+
+
+@pytest.mark.parametrize("kind", ["bytes", "llama", "gemma", "metaspace"])
+def test_what_a_grammar_fixes_is_spelled_as_inside_a_text_and_names_of_special_tokens_too(kind: str) -> None:
+    tokenizer = spelling(kind)
+    view, eos = convert_tokenizer(tokenizer, len(tokenizer), [1]), 1
+    known = llguidance.hf.from_tokenizer(tokenizer, n_vocab=len(tokenizer), eos_token=[eos])
+    for text in ("fixed", " fixed", "a grammar", "  two\n lines", "日本 ü"):
+        assert kind == "bytes" or view.tokenize_str(text) == known.tokenize_str(text)  # which puts a space before it
+        assert view.decode_bytes(view.tokenize_str(text)) == text.encode()
+    for text in ("</s>", "say </s> now", "<unk>"):
+        assert eos not in view.tokenize_str(text) and view.decode_bytes(view.tokenize_str(text)) == text.encode()
 
 
 def test_byte_level_tokens_may_split_characters() -> None:
