@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from paceline.bandit.policies.table import POLICIES, make_policy
 from paceline.bandit.replay.grid import GRIDS, grid, named_cells
 from paceline.bandit.replay.scenario import Scenario
-from paceline.bandit.replay.simulate import HINDSIGHT, Cell
+from paceline.bandit.replay.simulate import HINDSIGHT, Cell, policy_config
 from paceline.bandit.replay.table import read_table
 from paceline.config import PolicyConfig, policy_entry_points
 from paceline.errors import ConfigError
@@ -40,10 +42,14 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """Name in tables: the policy and what was set."""
-        return " ".join(
-            [self.policy, *(f"{k}={v:g}" if isinstance(v, float) else f"{k}={v}" for k, v in self.settings)]
-        )
+        """Name in tables: the policy and what was set; settings that differ have labels that differ."""
+        return " ".join([self.policy, *(f"{k}={_short(v)}" for k, v in self.settings)])
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float) and float(f"{value:g}") == value:
+        return f"{value:g}"
+    return str(value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +63,8 @@ class Task:
     @property
     def key(self) -> str:
         """Identity in a --resume folder: everything that the result depends on but the code."""
-        text = json.dumps([describe(self.scenario), self.variant.label, self.seed], sort_keys=True)
+        variant = [self.variant.policy, dict(self.variant.settings)]
+        text = json.dumps([describe(self.scenario), variant, self.seed], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
@@ -127,34 +134,46 @@ def policy_names(text: str) -> tuple[str, ...]:
 
 
 def parse_sweep(texts: Sequence[str]) -> dict[str, list[Any]]:
-    """'key=a,b,c' -> key -> values of the key's type; raises ConfigError for an unknown key or a wrong value."""
+    """'key=a,b,c' -> key -> values of the key's type, each once; a key that comes again has the values of both.
+
+    Raises: ConfigError for an unknown key or a value of another type.
+    """
     fields = {f.name: f.default for f in dataclasses.fields(PolicyConfig) if f.name not in FIXED}
     out: dict[str, list[Any]] = {}
     for text in texts:
-        key, _, values = text.partition("=")
+        key, _, given = text.partition("=")
+        values = [v.strip() for v in given.split(",") if v.strip()]
         if key not in fields or not values:
             raise ConfigError(f"sweep must be KEY=VALUE,VALUE,... with KEY among {', '.join(fields)}; got {text!r}")
-        out[key] = [_value(fields[key], v.strip(), key) for v in values.split(",") if v.strip()]
+        typed = (_value(type(fields[key]), v, key) for v in values)
+        out[key] = list(dict.fromkeys([*out.get(key, []), *typed]))
     return out
 
 
-def _value(default: Any, text: str, key: str) -> Any:
-    kind = type(default)  # int, float or str: there are no others
+def _value(kind: type, text: str, key: str) -> Any:
     try:
-        value = kind(text)
-    except ValueError as e:
+        return msgspec.convert(text, kind, strict=False)
+    except msgspec.ValidationError as e:
         raise ConfigError(f"sweep {key} must be {kind.__name__}, got {text!r}") from e
-    dataclasses.replace(PolicyConfig(), **{key: value})
-    return value
 
 
 def variants(policies: Sequence[str], sweep: dict[str, list[Any]]) -> list[Variant]:
-    """Every policy with every combination of the swept settings that concern it; 'never' and hindsight plans are not swept."""
-    out = []
+    """Every policy with every combination of the swept settings that concern it; 'never' and hindsight plans are not swept.
+
+    Raises: ConfigError for a combination that is not allowed, or a setting that concerns none of the policies.
+    """
+    out, unread = [], set(sweep)
     for policy in policies:
-        keys = [k for k in sweep if policy in CONCERNS.get(k, (policy,)) and policy not in ("never", *HINDSIGHT)]
+        is_swept = policy not in ("never", *HINDSIGHT)
+        keys = [k for k in sweep if is_swept and policy in CONCERNS.get(k, (policy,))]
+        unread.difference_update(keys)
         for combination in itertools.product(*(sweep[k] for k in keys)):
-            out.append(Variant(policy=policy, settings=tuple(zip(keys, combination, strict=True))))
+            settings = dict(zip(keys, combination, strict=True))
+            if is_swept:
+                policy_config(policy, settings, 0)
+            out.append(Variant(policy=policy, settings=tuple(settings.items())))
+    if unread:
+        raise ConfigError(f"sweep must name settings that one of the policies reads; {', '.join(policies)} read no {min(unread)}")  # fmt: skip
     return out
 
 

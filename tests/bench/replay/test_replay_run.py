@@ -84,10 +84,37 @@ def test_a_sweep_leaves_policies_alone_that_do_not_read_the_setting():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("text", ["interval_s", "nope=1", "interval_s=soon", "policy=payoff", "seed=3", "epoch_s=-1"])
-def test_a_sweep_that_makes_no_sense_is_refused(text):
-    with pytest.raises(ConfigError):
-        parse_sweep([text])
+def test_values_that_differ_late_are_runs_of_their_own():
+    near = [100.00001, 100.00002]
+    tasks = plan(CELLS[:1], variants(("interval",), {"interval_s": near}), 1)
+    assert len({t.key for t in tasks}) == len({t.variant.label for t in tasks}) == 2
+
+
+def test_a_sweep_reads_values_of_the_type_of_the_setting_each_once():
+    assert parse_sweep(["trusts_groups=true,false"]) == {"trusts_groups": [True, False]}
+    assert parse_sweep(["hysteresis=1.0", "hysteresis=2,1"]) == {"hysteresis": [1.0, 2.0]}
+
+
+def test_settings_of_a_sweep_are_checked_together():
+    (found,) = variants(("dual_ema",), parse_sweep(["ema_fast=0.04", "ema_slow=0.01"]))
+    assert dict(found.settings) == {"ema_fast": 0.04, "ema_slow": 0.01}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("interval_s", "sweep must be KEY="), ("interval_s=,", "sweep must be KEY="), ("nope=1", "sweep must be KEY="),
+        ("policy=payoff", "sweep must be KEY="), ("seed=3", "sweep must be KEY="),
+        ("interval_s=soon", "sweep interval_s must be float, got 'soon'"),
+        ("trusts_groups=maybe", "sweep trusts_groups must be bool, got 'maybe'"),
+        ("epoch_s=-1", "policy.epoch_s must be > 0"), ("bank_s=nan", "policy.bank_s must be a finite number"),
+        ("ema_fast=0.04", "policy.ema_slow must be in"),
+        ("cara_factor=2", "never, dual_ema, oracle read no cara_factor"),
+    ],
+)  # fmt: skip
+def test_a_sweep_that_makes_no_sense_is_refused(text, message):
+    with pytest.raises(ConfigError, match=message):
+        variants(("never", "dual_ema", "oracle"), parse_sweep([text]))
 
 
 def test_policy_names_are_checked_and_all_names_every_one():
