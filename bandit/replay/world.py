@@ -49,7 +49,7 @@ class RunResult(msgspec.Struct, kw_only=True):
     """What serving cost under this policy, interference left out."""
     spent: dict[str, float]
     """True spend by kind: training, shadow, interference, staging."""
-    ledger: dict[str, float]
+    ledger: dict[str, Any]
     """What the controller booked, by kind; its savings are estimates from the hold-back group."""
     net_s: float
     """never_s - serving_s - spent."""

@@ -69,6 +69,6 @@ class Bar:
 @contextmanager
 def progress(console: Console, title: str, total: float) -> Iterator[Bar]:
     """A progress bar with counts and times; total: pieces of work, or seconds."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[info]}"))  # fmt: skip
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[info]}", markup=False))  # fmt: skip
     with Progress(*columns, console=console) as display:
         yield Bar(display, title, total)

@@ -30,8 +30,15 @@ from paceline.bench.replay.plan import (
     read_scenarios,
     variants,
 )
-from paceline.bench.replay.report import FORMAT, build_report, check_seeds, print_report, write_suggestion
-from paceline.bench.replay.run import Row, row_of, run_all
+from paceline.bench.replay.report import (
+    FORMAT,
+    build_report,
+    check_ranked,
+    check_seeds,
+    print_report,
+    write_suggestion,
+)
+from paceline.bench.replay.run import RUNS_FILE, Row, check_folder, row_of, run_all
 from paceline.errors import ConfigError
 from paceline.records import DataFolder, HtmlFile, JsonFile, Setting, record
 
@@ -55,6 +62,7 @@ class ReplayOptions:
             "synthetic | core | small | tables | a cell's name | WORLD.json (tables) or a folder of them | FILE.yaml (scenario) "
             "| FILE.jsonl (decision log) | live | live-small | off-policy | off-policy-live (checks of the estimates from logs).",
             is_argument=True,
+            non_empty=True,
         ),
     ]  # fmt: skip
     policies: A[
@@ -67,7 +75,7 @@ class ReplayOptions:
     seeds: A[
         int, Setting("Seeds of a cell and policy; live: orders of the traffic, at most 3; off-policy: logs.", ge=1)
     ] = 10
-    first_seed: A[int, Setting("First seed, to extend an earlier replay; not for live.")] = 0
+    first_seed: A[int, Setting("First seed, to extend an earlier replay; not for live.", ge=0)] = 0
     sweep: A[
         tuple[str, ...], Setting("KEY=V1,V2,... of a policy setting; repeated for combinations.", is_repeated=True)
     ] = ()
@@ -90,6 +98,8 @@ class ReplayOptions:
             check_seeds(self.seeds, is_live=self.source in LIVE)
         if self.parquet is not None:
             check_parquet(self.parquet)
+        if self.resume is not None:
+            check_folder(self.resume, RUNS_FILE, "resume")
         if self.load is not None and self.source not in LIVE:
             raise ConfigError(
                 f"load is set by the scenario, except in {' and '.join(LIVE)}; got source {self.source!r}"
@@ -116,6 +126,8 @@ def run_replay(options: ReplayOptions, console: Console) -> dict[str, Any]:
     Raises: ConfigError for arguments, scenarios and logs that are not usable.
     """
     chosen = variants(policy_names(options.policies), parse_sweep(options.sweep))
+    if options.suggest is not None:
+        check_ranked(v.policy for v in chosen)
     if options.source in CHECKS:
         return _check(options, chosen, console)
     if options.source in LIVE:
@@ -133,8 +145,10 @@ def run_replay(options: ReplayOptions, console: Console) -> dict[str, Any]:
         frames_of(report, rows).write_parquet(options.parquet)
     if options.suggest is not None:
         for line in write_suggestion(report, options.suggest):
-            console.print(line, highlight=False)
-        console.print(f"written: {options.suggest} (paceline serve --config {options.suggest})", highlight=False)
+            console.print(line, highlight=False, markup=False)
+        console.print(
+            f"written: {options.suggest} (paceline serve --config {options.suggest})", highlight=False, markup=False
+        )
     return report
 
 
@@ -191,6 +205,10 @@ def replay_cells(
 
 def _notes(rows: list[Row]) -> list[str]:
     notes = []
+    served = {r["cell"] for r in rows if r["never_s"] > 0}
+    idle = sorted({r["cell"] for r in rows} - served)
+    if idle:
+        notes.append(f"nothing was served in {', '.join(idle)}, so the net there is 0; more load or a longer duration tells policies apart")  # fmt: skip
     broken = sorted({f"{r['cell']} {r['label']} seed {r['seed']}: {c}" for r in rows for c in r["contradictions"][:1]})
     if broken:
         notes.append(f"ledger and decisions contradict each other in {len(broken)} runs, first: {broken[0]}")

@@ -11,15 +11,19 @@ from typing import Any, cast
 from rich.console import Console
 
 from paceline.bandit.policies.view import Policy
+from paceline.bandit.replay.scenario import Scenario
 from paceline.bandit.replay.simulate import Cell
 from paceline.bandit.replay.table import table_of
 from paceline.bench.replay.plan import parse_sweep, policy_names, read_scenarios, variants
 from paceline.bench.replay.report import Row, net_percent
+from paceline.bench.replay.run import check_folder
 from paceline.errors import ConfigError
 
 Columns = dict[str, list[Any]]
 """Name -> one value a row; all of one length."""
 FRAMES = ("runs", "cells", "curves", "decisions")
+_NAMES = ("cell", "family", "policy", "label", "seed")
+_ACT = ("t_s", "action", "bucket", "what", "reason")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +56,6 @@ class Frames:
         import pyarrow
         import pyarrow.parquet
 
-        folder.mkdir(parents=True, exist_ok=True)
         files = [folder / f"{name}.parquet" for name in FRAMES]
         for name, file in zip(FRAMES, files, strict=True):
             pyarrow.parquet.write_table(pyarrow.table(self._columns(name)), file)
@@ -66,11 +69,10 @@ class Frames:
 
 
 def check_parquet(folder: Path) -> None:
-    """Raise ConfigError when Parquet files cannot be written there, before anything is computed."""
+    """Make the folder; raise ConfigError when Parquet files cannot be written there, before anything is computed."""
     if importlib.util.find_spec("pyarrow") is None:
         raise ConfigError("parquet needs pyarrow; pip install 'paceline[frames]'")
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"parquet must be a folder, got {str(folder)!r}")
+    check_folder(folder, f"{FRAMES[0]}.parquet", "parquet")
 
 
 def frames_of(report: dict[str, Any], rows: Sequence[Row]) -> Frames:
@@ -97,16 +99,17 @@ def frames_of(report: dict[str, Any], rows: Sequence[Row]) -> Frames:
     ]  # fmt: skip
     curves = [{**_names(r), "t_s": t, "net_s": v} for r in rows for t, v in zip(r["times"], r["curve"], strict=True)]
     acts = [
-        {**_names(r), "t_s": e["t"], **{k: e[k] for k in ("action", "bucket", "what", "reason")}}
+        {**_names(r), "t_s": e["t"], **{k: e[k] for k in _ACT[1:]}}
         for r in rows for e in r["events"]
     ]  # fmt: skip
+    decisions = _columns(acts) or {name: [] for name in (*_NAMES, *_ACT)}  # nothing acted
     return Frames(
-        runs=_columns(runs), cells=_columns(cells), curves=_columns(curves), decisions=_columns(acts), report=report
+        runs=_columns(runs), cells=_columns(cells), curves=_columns(curves), decisions=decisions, report=report
     )
 
 
 def _names(r: Row) -> dict[str, Any]:
-    return {k: r[k] for k in ("cell", "family", "policy", "label", "seed")}
+    return {k: r[k] for k in _NAMES}
 
 
 def _columns(rows: Iterable[Mapping[str, Any]]) -> Columns:
@@ -119,13 +122,13 @@ def _columns(rows: Iterable[Mapping[str, Any]]) -> Columns:
 
 def replay(
     source: str | Path | Cell | Mapping[str, Any] | Sequence[Cell | Mapping[str, Any]],
-    policies: str | Sequence[str | type[Policy]] = "never,payoff,oracle",
+    policies: str | type[Policy] | Sequence[str | type[Policy]] = "never,payoff,oracle",
     *,
     seeds: int = 10,
     first_seed: int = 0,
     sweep: Sequence[str] = (),
     workers: int = 1,
-    resume: Path | None = None,
+    resume: str | Path | None = None,
     console: Console | None = None,
 ) -> Frames:
     """Run policies on simulated services, as `paceline replay` does.
@@ -133,27 +136,46 @@ def replay(
     Args:
         source: what the command takes ('tables', a cell's name, WORLD.json, a folder, FILE.yaml), or worlds: TableWorld,
             Scenario, or a table as plain values.
-        policies: names, or classes with `choose(view, rng)`; a class must be importable by its name where workers > 1.
+        policies: names, or classes with `choose(view, rng)` at module level; a class must be importable by its name where
+            workers > 1.
         sweep: 'KEY=V1,V2' each, a policy setting.
         console: where progress is shown; default: nowhere.
     Raises: ConfigError for sources, policies and settings that are not usable.
     """
-    from paceline.bench.replay.command import replay_cells
+    from paceline.bench.replay.command import ReplayOptions, replay_cells
 
-    if seeds < 1:
-        raise ConfigError(f"seeds must be >= 1, got {seeds}")
-    names = policies if isinstance(policies, str) else ",".join(p if isinstance(p, str) else f"{p.__module__}:{p.__qualname__}" for p in policies)  # fmt: skip
-    chosen = variants(policy_names(names), parse_sweep(sweep))
+    options = ReplayOptions(
+        source=str(source) if isinstance(source, str | Path) else "worlds",
+        policies=",".join(map(_policy_name, policies if isinstance(policies, list | tuple) else [policies])),
+        seeds=seeds, first_seed=first_seed, workers=workers, resume=Path(resume) if isinstance(resume, str) else resume,
+        sweep=cast("tuple[str, ...]", tuple(sweep) if isinstance(sweep, list) else sweep),
+    )  # fmt: skip
+    chosen = variants(policy_names(options.policies), parse_sweep(options.sweep))
     if isinstance(source, str | Path):
-        cells, title = read_scenarios(str(source)), str(source)
+        cells, title = read_scenarios(options.source), options.source
     else:
-        given = source if isinstance(source, Sequence) else [source]
-        cells = [table_of(w) if isinstance(w, Mapping) else cast(Cell, w) for w in given]
+        cells = [_cell(w) for w in (source if isinstance(source, list | tuple) else [source])]
         title = ", ".join(c.name for c in cells)
         if not cells or len({c.name for c in cells}) < len(cells):
             raise ConfigError(f"source must be worlds with names of their own, got {title or 'none'}")
     found, rows = replay_cells(
-        cells, chosen, source=title, seeds=range(first_seed, first_seed + seeds), workers=workers, resume=resume,
+        cells, chosen, source=title, seeds=range(first_seed, first_seed + seeds), workers=workers, resume=options.resume,
         console=console or Console(quiet=True),
     )  # fmt: skip
     return frames_of(found, rows)
+
+
+def _policy_name(policy: object) -> str:
+    if isinstance(policy, str):
+        return policy
+    if not isinstance(policy, type) or "." in policy.__qualname__:
+        raise ConfigError(f"policies must be names or classes, and classes at module level only, got {policy!r}")
+    return f"{policy.__module__}:{policy.__qualname__}"
+
+
+def _cell(world: object) -> Cell:
+    if isinstance(world, Mapping):
+        return table_of(world)
+    if not isinstance(world, Scenario) and not callable(getattr(world, "draw", None)):
+        raise ConfigError(f"source must be a name or a file, or TableWorld, Scenario or tables as plain values, got {world!r}")  # fmt: skip
+    return cast(Cell, world)

@@ -145,7 +145,7 @@ def print_check(found: Sequence[dict[str, Any]], console: Console) -> None:
                 f"{m['bias']:+.2f} ± {1.96 * m['bias_error']:.2f}", f"{m['rmse']:.2f}",
                 "{}/{}".format(*m["covers_pooled"]), own,
             )  # fmt: skip
-    console.print(table)
+    console.print(table, markup=False)
 
 
 def run_live_check(

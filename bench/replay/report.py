@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from paceline.bandit.replay.simulate import HINDSIGHT, ORACLE
 from paceline.bench.common.terminal import new_table
@@ -26,7 +28,12 @@ WORTH_PERCENT = 3.0
 
 def net_percent(row: Row) -> float:
     """True net device-seconds of a run, percent of what serving costs without any training."""
-    return 100.0 * row["net_s"] / row["never_s"] if row["never_s"] > 0 else 0.0
+    return _percent(row["net_s"], row["never_s"])
+
+
+def _percent(part_s: float, never_s: float) -> float:
+    """0 where nothing was served: there was nothing to save."""
+    return 100.0 * part_s / never_s if never_s > 0 else 0.0
 
 
 def _figure(values: Sequence[float]) -> dict[str, Any]:
@@ -44,7 +51,7 @@ def cell_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
         bound = _mean(net_percent(r) for r in mine if r["policy"] == ORACLE)
         for label in _unique(r["label"] for r in mine):
             runs = [r for r in mine if r["label"] == label]
-            net = _figure([net_percent(r) for r in runs])
+            net, never_s = _figure([net_percent(r) for r in runs]), sum(r["never_s"] for r in runs)
             out.append(
                 {
                     "cell": cell,
@@ -54,9 +61,9 @@ def cell_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
                     "settings": runs[0]["settings"],
                     "net_percent": net,
                     "of_oracle": round(net["mean"] / bound, 3) if bound is not None and bound >= WORTH_PERCENT else None,
-                    "spent_percent": round(100 * sum(sum(r["spent"].values()) for r in runs) / sum(r["never_s"] for r in runs), 3),
-                    "booked_saving_percent": round(100 * sum(r["ledger"].get("saved_s", 0.0) for r in runs) / sum(r["never_s"] for r in runs), 3),
-                    "true_saving_percent": round(100 * sum(r["never_s"] - r["serving_s"] for r in runs) / sum(r["never_s"] for r in runs), 3),
+                    "spent_percent": round(_percent(sum(sum(r["spent"].values()) for r in runs), never_s), 3),
+                    "booked_saving_percent": round(_percent(sum(r["ledger"].get("saved_s", 0.0) for r in runs), never_s), 3),
+                    "true_saving_percent": round(_percent(sum(r["never_s"] - r["serving_s"] for r in runs), never_s), 3),
                     "num_jobs": round(float(np.mean([r["num_jobs"] for r in runs])), 2),
                     "num_swaps": round(float(np.mean([r["num_swaps"] for r in runs])), 2),
                     "num_seeds": len(runs),
@@ -146,7 +153,9 @@ def regret(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, list[float]]]]:
 
         def line(label: str, mine: list[Row] = mine, times: list[float] = times) -> np.ndarray:
             runs = [r for r in mine if r["label"] == label]
-            return np.mean([100 * np.interp(times, r["times"], r["curve"]) / r["never_s"] for r in runs], axis=0)
+            return np.mean(
+                [_percent(1.0, r["never_s"]) * np.interp(times, r["times"], r["curve"]) for r in runs], axis=0
+            )
 
         bound = line(ORACLE) if any(r["label"] == ORACLE for r in mine) else None
         out[cell] = {
@@ -242,19 +251,21 @@ def _decisions(rows: Sequence[Row]) -> dict[str, dict[str, list[dict[str, Any]]]
 
 def print_report(report: dict[str, Any], console: Console) -> None:
     """Tables: over all cells, per cell, which policy to run, checks."""
-    console.print(_overall_table(report))
+    show = partial(console.print, markup=False)  # names of cells and buckets are the user's, and may look like markup
+    show(_overall_table(report))
     if len(report["scenarios"]) > 1:
-        console.print(_cell_table(report))
-    console.print(_advice_table(report))
+        show(_cell_table(report))
+    show(_advice_table(report))
     if report["off_policy"]:
-        console.print(_off_policy_table(report["off_policy"]))
+        show(_off_policy_table(report["off_policy"]))
         for o in report["off_policy"]:
-            console.print(f"{o['label']}: {o['verdict']}; {o['why']}", highlight=False)
+            show(f"{o['label']}: {o['verdict']}; {o['why']}", highlight=False)
     for check in report["checks"]:
-        state = "[green]yes[/green]" if check["holds"] else "[red]no[/red]"
-        console.print(f"{state}  {check['claim']}" + (": " + "; ".join(check["numbers"]) if check["numbers"] else ""), highlight=False)  # fmt: skip
+        state = ("yes", "green") if check["holds"] else ("no", "red")
+        numbers = ": " + "; ".join(check["numbers"]) if check["numbers"] else ""
+        show(Text.assemble(state, f"  {check['claim']}{numbers}"))
     for note in report["notes"]:
-        console.print(f"note: {note}", highlight=False, style="dim")
+        show(f"note: {note}", highlight=False, style="dim")
 
 
 def _overall_table(report: dict[str, Any]) -> Table:
@@ -283,7 +294,7 @@ def _cell_table(report: dict[str, Any]) -> Table:
     for cell in dict.fromkeys(c["cell"] for c in report["cells"]):
         found = {c["label"]: c["net_percent"]["mean"] for c in report["cells"] if c["cell"] == cell}
         best = max((v for k, v in found.items() if k not in HINDSIGHT), default=None)
-        table.add_row(cell, *(f"[bold]{found[x]:+.1f}[/bold]" if found.get(x) == best else f"{found[x]:+.1f}" if x in found else "-" for x in labels))  # fmt: skip
+        table.add_row(cell, *(Text(f"{found[x]:+.1f}" if x in found else "-", "bold" if found.get(x) == best else "") for x in labels))  # fmt: skip
     return table
 
 
@@ -332,6 +343,12 @@ def check_seeds(num_seeds: int, *, is_live: bool = False) -> None:
         raise ConfigError(f"seeds must be >= {SUGGEST_SEEDS} to suggest settings, got {num_seeds}; give --seeds {SUGGEST_SEEDS} or more")  # fmt: skip
 
 
+def check_ranked(policies: Iterable[str]) -> None:
+    """Raise ConfigError when none of the policies could be suggested."""
+    if all(p in HINDSIGHT for p in policies):
+        raise ConfigError("suggest needs at least one policy besides the oracle; name some in --policies")
+
+
 def seeds_needed(net: dict[str, Any], num_seeds: int) -> int | None:
     """Seeds after which an interval as wide as this one would have shrunk past zero; None where it does not hold zero."""
     if net["low"] is None or not net["low"] <= 0 <= net["high"]:
@@ -343,9 +360,8 @@ def seeds_needed(net: dict[str, Any], num_seeds: int) -> int | None:
 def suggest(report: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """(values of a service configuration, sentences that say why). Raises ConfigError when nothing can be suggested."""
     check_seeds(report["num_seeds"], is_live=report["kind"] == "live")
+    check_ranked(o["policy"] for o in report["overall"])
     ranked = [o for o in report["overall"] if o["policy"] not in HINDSIGHT]
-    if not ranked:
-        raise ConfigError("suggest needs at least one policy besides the oracle; name some in --policies")
     safe = [o for o in ranked if o["worst_cell_percent"] >= -MAX_LOSS_PERCENT]
     chosen = (safe or ranked)[0]
     net = chosen["net_percent"]

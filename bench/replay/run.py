@@ -16,13 +16,27 @@ import msgspec
 from rich.console import Console
 
 from paceline.bandit.replay.simulate import simulate
+from paceline.bandit.replay.world import RunResult
 from paceline.bench.common.terminal import progress
 from paceline.bench.replay.plan import Task
 from paceline.errors import ConfigError, PacelineError
+from paceline.paths import check_output
 
 RUNS_FILE = "runs.jsonl"
 Row = dict[str, Any]
 RunOne = Callable[[Task], Row]
+
+
+class Line(RunResult, kw_only=True):
+    """What a line of a --resume folder must hold."""
+
+    key: str
+    cell: str
+    family: str
+    policy: str
+    settings: dict[str, Any]
+    label: str
+    seed: int
 
 
 def run_simulated(task: Task) -> Row:
@@ -35,6 +49,13 @@ def row_of(task: Task, result: dict[str, Any]) -> Row:
     """A run's row: what was run and what came of it."""
     return {"key": task.key, "cell": task.scenario.name, "family": task.scenario.family, "policy": task.variant.policy,
             "settings": dict(task.variant.settings), "label": task.variant.label, "seed": task.seed, **result}  # fmt: skip
+
+
+def check_folder(folder: Path, file: str, option: str) -> None:
+    """Raise ConfigError unless `file` can be written in `folder`, which is made; `option` is what the error names."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{option} must be a folder, got {str(folder)!r}")
+    check_output(folder / file, option)
 
 
 def read_finished(folder: Path) -> dict[str, Row]:
@@ -54,9 +75,9 @@ def read_finished(folder: Path) -> dict[str, Row]:
     for number, line in enumerate(complete.splitlines(), 1):
         try:
             row = json.loads(line)
-            rows[row["key"]] = row
-        except (ValueError, KeyError, TypeError) as e:
-            raise ConfigError(f"{path} line {number} is damaged; delete the line or choose another --resume folder") from e  # fmt: skip
+            rows[msgspec.convert(row, Line).key] = row
+        except ValueError as e:  # msgspec.ValidationError is one
+            raise ConfigError(f"{path} line {number} is damaged ({e}); delete the line or choose another --resume folder") from e  # fmt: skip
     return rows
 
 

@@ -51,6 +51,10 @@ def test_a_suggestion_is_a_configuration_with_its_reasons(tmp_path):
     ("arguments", "message"),
     [
         (["nope"], "scenario must be"),
+        ([""], "source must not be empty"),
+        (["small", "--first-seed", "-1"], "first-seed must be >= 0"),
+        (["small", "--resume", "/dev/null"], "resume must be a folder"),
+        (["small", "--policies", "never", "--sweep", "bank_s=1,2"], "never read no bank_s"),
         (["small", "--policies", "greedy"], "policies must be among"),
         (["small", "--sweep", "nope=1"], "sweep must be"),
         (["small", "--seeds", "0"], "seeds must be >= 1"),
@@ -78,6 +82,31 @@ def test_bad_input_is_answered_in_one_sentence(arguments, message):
     result = RUN.invoke(app, ["replay", *arguments])
     assert isinstance(result.exception, PacelineError), result.output
     assert message in str(result.exception) and "\n" not in str(result.exception)
+
+
+def test_a_suggestion_without_a_policy_to_suggest_is_refused_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr("paceline.bench.replay.command.run_all", None)
+    result = RUN.invoke(app, ["replay", "small", "--policies", "oracle,bound", "--seeds", "6", "--suggest", str(tmp_path / "s.yaml")])  # fmt: skip
+    assert isinstance(result.exception, PacelineError) and "besides the oracle" in str(result.exception)
+
+
+def test_names_that_look_like_markup_are_printed_as_they_are(tmp_path):
+    scenario = tmp_path / "s.yaml"
+    shared = "regime_s: 200\nduration_s: 200\nfamily: '[/z]'\n"
+    scenario.write_text(shared + "cells:\n  - {name: 'a[/b]'}\n  - {name: '[red]x'}\n")
+    result = RUN.invoke(app, ["replay", str(scenario), "--policies", "payoff,never", "--seeds", "1"])
+    assert result.exit_code == 0, result.output
+    assert "a[/b]" in result.output and "[red]x" in result.output and "[/z]" in result.output
+
+
+def test_a_cell_that_serves_nothing_nets_nothing_and_says_so(tmp_path):
+    scenario, out = tmp_path / "s.yaml", tmp_path / "r.json"
+    scenario.write_text("load: 0.0001\nduration_s: 600\n")
+    result = RUN.invoke(app, ["replay", str(scenario), "--policies", "payoff,oracle", "--seeds", "1", "--json", str(out)])  # fmt: skip
+    assert result.exit_code == 0, result.output
+    report = json.loads(out.read_text())
+    assert {c["net_percent"]["mean"] for c in report["cells"]} == {0.0}
+    assert any("nothing was served in s" in note for note in report["notes"])
 
 
 def test_a_damaged_log_is_answered_in_one_sentence(tmp_path):

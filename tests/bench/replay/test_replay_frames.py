@@ -1,9 +1,11 @@
 """`paceline.replay` gives columns that data frames take; policies of others run without a fork."""
 
+import importlib.machinery
 import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 
 import paceline.replay as replay
 from paceline.bandit.policies.table import is_self_funded, make_policy
+from paceline.bench.replay.command import ReplayOptions
 from paceline.bench.replay.frames import FRAMES
 from paceline.bench.replay.plan import policy_names
 from paceline.cli.main import app
@@ -89,6 +92,44 @@ def test_parquet_files_hold_the_columns(tmp_path):
     runs = parquet.read_table(tmp_path / "out" / "runs.parquet").to_pydict()
     assert runs["policy"] == ["payoff", "oracle"] and runs["cell"] == ["s", "s"]
     assert parquet.read_table(tmp_path / "out" / "cells.parquet").num_rows == 2
+
+
+def test_acts_have_their_columns_where_nothing_acted(found):
+    idle = replay.replay(CELL, "never", seeds=1)
+    assert idle.decisions == {name: [] for name in found.decisions}
+
+
+def test_parquet_where_it_cannot_be_written_is_refused_before_anything_runs(monkeypatch, tmp_path):
+    library = types.ModuleType("pyarrow")
+    library.__spec__ = importlib.machinery.ModuleSpec("pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow", library)
+    (tmp_path / "runs.parquet").mkdir()
+    for folder, message in ((Path(__file__), "parquet must be a folder"), (tmp_path, "parquet must name a file")):
+        with pytest.raises(ConfigError, match=message):
+            ReplayOptions(source="small", parquet=folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seeds": 0}, "seeds must be >= 1, got 0"), ({"seeds": "2"}, "seeds must be int, got '2'"),
+        ({"seeds": 1.5}, "seeds must be int, got 1.5"), ({"first_seed": -1}, "first-seed must be >= 0"),
+        ({"workers": 0}, "workers must be >= 1"), ({"sweep": "bank_s=1"}, "sweep must be a list"),
+        ({"resume": __file__}, "resume must be a folder"), ({"source": ""}, "source must not be empty"),
+        ({"source": None}, "source must be a name or a file, .* got None"), ({"source": [3]}, "source must be .* got 3"),
+        ({"source": ["small"]}, "source must be .* got 'small'"), ({"source": []}, "names of their own, got none"),
+        ({"policies": [Cheapest()]}, "policies must be names or classes"), ({"policies": None}, "got None"),
+        ({"policies": [type("In", (Cheapest,), {"__qualname__": "Out.In"})]}, "classes at module level only"),
+    ],
+)  # fmt: skip
+def test_arguments_that_make_no_sense_are_refused_by_name(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        replay.replay(**{"source": CELL, "policies": "never", "seeds": 1} | changes)
+
+
+def test_a_class_alone_and_a_folder_by_its_name_are_taken(tmp_path):
+    runs = replay.replay(CELL, Cheapest, seeds=1, resume=str(tmp_path / "runs")).runs
+    assert runs["policy"] == [OWN] and (tmp_path / "runs" / "runs.jsonl").is_file()
 
 
 def test_a_policy_of_another_runs_by_its_class_and_is_funded_as_it_says():
