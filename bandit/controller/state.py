@@ -124,8 +124,10 @@ class ControllerState(msgspec.Struct):
     """Starting balance that an operator set; None = the configured one."""
     income_s: float = 0.0
     """What the bank got of the time that was served."""
-    busy: float | None = None
-    """Device-seconds that serving uses per second while there is traffic."""
+    served_s: float = 0.0
+    """Device-seconds that serving took."""
+    watched_s: float = 0.0
+    """Seconds since the first request."""
 
     actions: dict[int, Decision] = {}
     outcomes: dict[int, JobOutcome] = {}

@@ -262,7 +262,8 @@ class SimulatedOutcomes:
         ):
             learner = SimulatedLearner(order.base, order.arm.parameters, d)
         before, share = learner.rows, self.share(d, base[d : d + 1])
-        chunk, read, train_s, shadow_s, status = SCORED_TOGETHER * order.rows_per_request, 0.0, fixed_s, 0.0, "learning"
+        chunk, read, status = SCORED_TOGETHER * order.rows_per_request, 0.0, "learning"
+        train_s, shadow_s = min(fixed_s, order.time_limit_s), 0.0
         warm, has_scored = (fixed_s, 0.0), False  # seconds and rows up to the first chunk of its kind
         starts = before + np.arange(0.0, max(order.rows, 1), chunk)
         gains = self.gain(d, base, 1.0) * self.closed(d, order.arm, starts, share)[:, 0]
@@ -271,13 +272,20 @@ class SimulatedOutcomes:
             train_s = min(fixed_s + row_s * order.rows, order.time_limit_s)
             return TrainTruth(status="failed", train_s=train_s, reason="the update diverged")
         for number, gain in enumerate(gains):
-            rows = min(chunk, order.rows - read)
-            if rows <= 0 or train_s + shadow_s >= order.time_limit_s:
+            rows, left_s = min(chunk, order.rows - read), order.time_limit_s - train_s - shadow_s
+            if rows <= 0 or left_s <= 0:
                 break
             is_due = status != "accepted" or number % SURE_EVERY == 0
-            if is_scored := is_due and before + read >= UNSCORED_REQUESTS * order.rows_per_request:
-                shadow_s += (scoring_s if shadow_s == 0 else 0.0) + scoring_row_s * rows
-                num = max(round(rows / order.rows_per_request), 1)
+            is_scored = is_due and before + read >= UNSCORED_REQUESTS * order.rows_per_request
+            begin_s = scoring_s if is_scored and shadow_s == 0 else 0.0
+            fitting = (left_s - begin_s) / max(row_s + (scoring_row_s if is_scored else 0.0), 1e-12)
+            if fitting <= 0:
+                shadow_s += left_s
+                break
+            is_cut, rows = fitting < rows, min(rows, fitting)  # a trainer looks at its limit behind every step
+            if is_scored:
+                shadow_s += begin_s + scoring_row_s * rows
+                num = max(round(rows / order.rows_per_request), int(not is_cut))
                 scores = np.log1p(gain / base[d]) + deviation * rng.standard_normal(num)
                 for score in scores.tolist():
                     learner.test.add(score, order.min_gain)
@@ -285,7 +293,7 @@ class SimulatedOutcomes:
             read += rows
             train_s += row_s * rows
             status = self._finding(learner, order.min_gain)
-            if status == "rejected":
+            if status == "rejected" or is_cut:
                 break
             left, total = order.rows - read, (before + read) / order.rows_per_request
             if not number or (is_scored and not has_scored):

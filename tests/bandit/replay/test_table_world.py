@@ -177,6 +177,32 @@ def test_a_job_of_the_first_drafter_reaches_what_the_curve_says_for_its_seconds(
         )
 
 
+@pytest.mark.parametrize("jobs", [{"fixed_s": 600.0}, {"scoring_s": 50.0}, {"row_s": 0.1}, {"scoring_row_s": 0.1}])
+def test_a_burst_ends_at_its_time_limit_whatever_takes_the_time(jobs):
+    world = _changed(("jobs", "full"), {**WORLD["jobs"]["full"], **jobs})
+    _, outcomes = table_of(world).draw(0)
+    (arm,) = outcomes.arms
+    order = TrainOrder(
+        step=40, domain=1, bucket="code", arm=arm, base=FIRST, rows=4000, rows_per_request=100.0, time_limit_s=20.0, decision_id=1
+    )  # fmt: skip
+    truth = outcomes.train(order)
+    assert truth.train_s + truth.shadow_s == pytest.approx(20.0) and truth.num_rows < 4000
+
+
+@pytest.mark.parametrize("tokens_per_request", [20.0, 100.0, 2000.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_sparse_service_has_the_bank_of_the_share_that_it_is_busy(tokens_per_request, seed):
+    world = {
+        "name": "sparse", "rounds": {"drafted_s": 0.022, "plain_s": 0.02}, "tokens_per_request": tokens_per_request,
+        "classes": {"b": {"acceptance_length": 1.6, "curves": {"full": [[1000, 1.62]]}}},
+        "jobs": {"full": {"fixed_s": 1.5, "row_s": 0.0046, "scoring_s": 2.0}},
+        "traffic": [{"steps": 720, "tokens": {"b": 20}}],
+    }  # fmt: skip
+    found = simulate(table_of(world), "payoff", {}, seed)
+    busy = found.never_s / (720 * 10.0)
+    assert 0.02 < busy < 0.04 and sum(found.spent.values()) <= 40.0 * busy + 1.0
+
+
 def test_an_arm_that_the_table_leaves_out_cannot_be_ordered():
     run = simulate(table_of(WORLD), "always", {}, 0)
     assert {e["what"] for e in run.events if e["action"] == "train"} == {"full"}
