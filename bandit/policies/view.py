@@ -55,6 +55,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """One action; `code` names the kind of reason, so that equal holds are logged once."""
 
     action: str
+    """'train' with a `job` of the view, 'recall' with a `recall` of it, or 'hold' with neither."""
     bucket: str
     code: str
     reason: str
@@ -67,6 +68,15 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     """Action key -> probability given the view, of everything that might have been chosen; by default this action is certain."""
 
     def __post_init__(self) -> None:
+        wanted = "train" if self.job is not None else "recall" if self.recall is not None else "hold"
+        if self.action != wanted or (self.job is not None and self.recall is not None):
+            raise ValueError(
+                f"a choice must be a 'train' with a job, a 'recall' with a recall or a 'hold', got {self.action!r}"
+            )
+        if self.probabilities and self.key not in self.probabilities:
+            raise ValueError(
+                f"probabilities must hold {self.key!r}, which is chosen, got {', '.join(self.probabilities)}"
+            )
         if not self.probabilities:
             msgspec.structs.force_setattr(self, "probabilities", {self.key: 1.0})
 

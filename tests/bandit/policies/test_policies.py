@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from paceline.bandit.policies.payoff import waiting_s
 from paceline.bandit.policies.table import POLICIES, make_policy
+from paceline.bandit.policies.view import Choice
 from paceline.config import PolicyConfig
 from paceline.errors import ConfigError
 from tests.helpers.views import FULL, HEAD, choose, make_belief, make_job, make_recall, make_view
@@ -88,6 +89,18 @@ def test_an_unknown_policy_is_refused_with_the_known_names():
     assert set(POLICIES) == {"never", "always", "interval", "payoff", "dual_ema", "cara", "thompson", "hedge"}
     for name in POLICIES:
         assert PolicyConfig(policy=name).policy == name
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"action": "train"}, {"action": "recall"}, {"action": "explode"}, {"action": "hold", "job": make_job()},
+        {"action": "hold", "probabilities": {"train:full:c:1": 1.0}},
+    ],
+)  # fmt: skip
+def test_a_choice_that_is_none_is_refused_where_it_is_made(fields):
+    with pytest.raises(ValueError, match="must"):
+        Choice(**{"bucket": "c", "code": "own", "reason": "", **fields})
 
 
 def test_buckets_compete_for_the_trainer_by_what_the_other_one_loses_by_waiting():

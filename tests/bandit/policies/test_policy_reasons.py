@@ -97,4 +97,4 @@ def test_every_logged_decision_of_a_service_is_explained(policy):
     assert w.decisions
     for d in w.decisions:
         assert d.reason.endswith(".") and d.context["compared"]
-        assert_explained(Choice(action="", bucket="", code="", reason=d.reason, numbers=d.context["compared"]))
+        assert_explained(Choice(action="hold", bucket="", code="", reason=d.reason, numbers=d.context["compared"]))
