@@ -93,7 +93,7 @@ class ScoreTable(msgspec.Struct):
             return None
         found: list[tuple[float, float]] = []
         length = score.realised.ratio()
-        if length is not None and score.realised.n >= 2 and score.realised.x >= MIN_ROUNDS:
+        if length and score.realised.n >= 2 and score.realised.x >= MIN_ROUNDS:
             found.append((length, max(score.realised.standard_error(), 0.01 * length)))
         if score.shadow is not None and (calibration := self._calibration(bucket)) is not None:
             value = score.shadow * calibration

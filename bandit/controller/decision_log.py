@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -20,6 +21,9 @@ from paceline.errors import ConfigError
 KIND = "feedback"
 """Kind of the log line that one closed epoch makes."""
 MIN_EPOCHS = 4
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+"""A number that a log may hold; NaN is none."""
+Count = Annotated[int, msgspec.Meta(ge=0, le=10**15)]
 
 
 class FeedbackCell(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,28 +32,28 @@ class FeedbackCell(msgspec.Struct, frozen=True, kw_only=True):
     bucket: str
     group: str
     version: str
-    num_requests: float
-    num_tokens: float
-    num_rounds: float
-    device_s: float
-    drafted_rounds: float
-    drafted_s: float
+    num_requests: Amount
+    num_tokens: Amount
+    num_rounds: Amount
+    device_s: Amount
+    drafted_rounds: Amount
+    drafted_s: Amount
     """Device seconds of rounds with a draft."""
-    kept: float
+    kept: Amount
     """Accepted and bonus tokens of rounds with a draft: kept / drafted_rounds = acceptance length."""
 
 
 class FeedbackLine(msgspec.Struct, frozen=True, kw_only=True):
     """What one epoch measured; a line of kind 'feedback' in decisions.jsonl."""
 
-    start: float
-    end: float
+    start: Amount
+    end: Amount
     """Seconds since the epoch, as everywhere."""
     live_version: str
     first_version: str
-    batch_size: float
-    num_replicas: int
-    rows_written: dict[str, int]
+    batch_size: Amount
+    num_replicas: Count
+    rows_written: dict[str, Count]
     """Bucket -> supervised rows ever written to the trace store."""
     cells: list[FeedbackCell]
 
@@ -85,6 +89,20 @@ class ServiceLog(msgspec.Struct, frozen=True, kw_only=True):
     """Bucket -> version -> acceptance length by exact replay, the newest score."""
     entries: list[LedgerEntry] = []
     """What was booked."""
+
+
+class _Belief(msgspec.Struct):
+    bucket: str
+    learned_rows: Count
+
+
+class _Context(msgspec.Struct):
+    """What a replay reads of a decision's context, where it is there."""
+
+    arm: ArmSpec | None = None
+    belief: _Belief | None = None
+    probabilities: dict[str, Amount] | None = None
+    time_limit_s: float | None = None
 
 
 class _Finished(NamedTuple):
@@ -145,11 +163,12 @@ def read_log(path: Path) -> ServiceLog:
 def parse_log(data: bytes, path: str) -> ServiceLog:
     """The log in `data`; `path` names it in errors. Raises: ConfigError, see `read_log`."""
     lines = data[: data.rfind(b"\n") + 1].splitlines()
-    epochs: list[FeedbackLine] = []
-    decisions: dict[tuple[int, int], Decision] = {}
-    results: list[_Finished] = []
-    entries: dict[tuple[int, str], LedgerEntry] = {}
-    run = 0
+    # all by what makes them one: exports that overlap may stand behind each other
+    measured: dict[tuple[float, float], FeedbackLine] = {}
+    decisions: dict[tuple[bytes, int], Decision] = {}
+    finished: dict[tuple[bytes, str], _Finished] = {}
+    entries: dict[tuple[bytes, str], LedgerEntry] = {}
+    run = b""  # the note that it began with
     for number, line in enumerate(lines, 1):
         try:
             value = json.loads(line)
@@ -158,31 +177,34 @@ def parse_log(data: bytes, path: str) -> ServiceLog:
             kind = value["kind"]
             if "entry_id" in value:  # its own kind (training, saving, ...) stands in place of the line's
                 entry = msgspec.convert(value, LedgerEntry)
+                _require_finite(entry)
                 entries[run, entry.entry_id] = entry
             elif kind == KIND:
-                epochs.append(msgspec.convert(value, FeedbackLine))
+                epoch = _checked_epoch(msgspec.convert(value, FeedbackLine))
+                measured[epoch.start, epoch.end] = epoch
             elif kind == "decision":
                 decision = msgspec.convert(value, Decision)
+                _require_finite(decision)
+                if msgspec.convert(decision.context, _Context).arm is None and decision.action == "train":
+                    raise ValueError("context must name the arm of a job")
                 decisions[run, decision.decision_id] = decision
-            elif kind == "note" and value.get("commit") == 0 and (decisions or entries):
-                run += 1  # the service lost its state and numbers from 1 again
+            elif kind == "note" and value.get("commit") == 0:
+                run = line  # the service lost its state and numbers from 1 again
             elif kind == "job":
-                results.append(
-                    _Finished(
-                        _log_ts(value), str(value["bucket"]), str(value["arm"]), msgspec.convert(value, TrainResult)
-                    )
-                )
+                result = _checked_result(msgspec.convert(value, TrainResult))
+                done = _Finished(_log_ts(value), str(value["bucket"]), str(value["arm"]), result)
+                finished[run, result.job_id] = done
         except ConfigError:
             raise
         except (ValueError, KeyError, TypeError) as e:  # msgspec.ValidationError is a ValueError
             reason = " ".join(str(e).split())
             raise ConfigError(f"log {path} line {number} is damaged ({reason}); delete the line or copy the log again") from e  # fmt: skip
+    epochs, results = sorted(measured.values(), key=lambda e: e.end), list(finished.values())
     if len(epochs) < MIN_EPOCHS:
         raise ConfigError(
             f"log {path} must hold at least {MIN_EPOCHS} lines of kind 'feedback' (one an epoch), got {len(epochs)}; "
             "let the service run longer"
         )
-    epochs.sort(key=lambda e: e.end)
     jobs = _jobs(sorted(decisions.values(), key=lambda d: d.ts), results)
     shadow: dict[str, dict[str, float]] = {}
     for done in results:
@@ -199,6 +221,30 @@ def parse_log(data: bytes, path: str) -> ServiceLog:
         shadow=shadow,
         entries=sorted(entries.values(), key=lambda e: e.ts),
     )
+
+
+def _checked_epoch(epoch: FeedbackLine) -> FeedbackLine:
+    if epoch.end <= epoch.start:
+        raise ValueError(f"end must be after start, got {epoch.end} after {epoch.start}")
+    for c in epoch.cells:
+        if c.drafted_rounds > 0 and c.kept <= 0:  # each keeps its bonus token at least
+            raise ValueError(f"kept must be > 0 in {c.drafted_rounds:g} rounds with a draft, got {c.kept:g}")
+    return epoch
+
+
+def _checked_result(result: TrainResult) -> TrainResult:
+    scores = [result.candidate, result.incumbent, result.first, *(s for v in result.elsewhere.values() for s in v)]
+    numbers = [result.train_s, result.shadow_s, *(s.acceptance_length for s in scores if s is not None)]
+    if not all(0 <= x < math.inf for x in numbers):  # the lower end of a gain may be -inf
+        raise ValueError("seconds and acceptance lengths of a job must be >= 0 and finite")
+    return result
+
+
+def _require_finite(record: Decision | LedgerEntry) -> None:
+    for name in record.__struct_fields__:
+        value = getattr(record, name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} must be a finite number, got {value}")
 
 
 def _log_ts(value: dict[str, Any]) -> float:
@@ -221,7 +267,7 @@ def _jobs(decisions: list[Decision], results: list[_Finished]) -> list[LoggedJob
     out = []
     for done in results:
         decision, result = _order_of(done, decisions), done.result
-        if decision is None or "arm" not in decision.context:
+        if decision is None:
             continue
         out.append(
             LoggedJob(

@@ -33,7 +33,7 @@ from paceline.bandit.replay.outcomes import (
     TrainTruth,
     real_truth,
 )
-from paceline.bandit.replay.scenario import Scenario, Traffic
+from paceline.bandit.replay.scenario import MAX_DURATION_S, MAX_STEPS, Scenario, Traffic
 from paceline.bandit.replay.simulate import run_policy
 from paceline.bandit.replay.world import RunResult
 from paceline.contracts import ArmSpec, Group
@@ -186,8 +186,22 @@ class LoggedService:
 
 
 def prepare(log: ServiceLog, name: str) -> LoggedService:
-    """Traffic and fitted models of a log. Raises ConfigError when it does not say how the first drafter fares."""
+    """Traffic and fitted models of a log.
+
+    Raises: ConfigError when it is too long, served nothing, or does not say how the first drafter fares.
+    """
+    step_s = float(np.median([e.end - e.start for e in log.epochs]))
+    begin = log.epochs[0].start
+    span_s, limit_s = log.epochs[-1].end - begin, min(MAX_DURATION_S, MAX_STEPS * step_s)
+    if span_s > limit_s:
+        raise ConfigError(
+            f"log must span at most {limit_s / 86_400:.3g} days, got {span_s / 86_400:.6g}; keep its newest lines only, or "
+            "delete those of a wrong clock"
+        )
+    device_s = sum(c.device_s for e in log.epochs for c in e.cells)
     labels = tuple(sorted({c.bucket for e in log.epochs for c in e.cells if c.num_tokens > 0}))
+    if not labels or device_s <= 0:
+        raise ConfigError(f"log must hold tokens and the device-seconds that they took, got {device_s:g} s in {len(labels)} buckets")  # fmt: skip
     first_version = log.epochs[0].first_version
     cells = [c for e in log.epochs for c in e.cells if c.group != Group.PLAIN and c.drafted_rounds > 0]
     lengths: dict[tuple[str, str], float] = {}
@@ -202,9 +216,7 @@ def prepare(log: ServiceLog, name: str) -> LoggedService:
     if missing:
         raise ConfigError(f"log must hold rounds or a replay score of the first drafter {first_version} in bucket {missing[0]}; keep a hold-back group")  # fmt: skip
     first = np.array([lengths.get((b, first_version)) or log.shadow[b][first_version] for b in labels])
-    step_s = float(np.median([e.end - e.start for e in log.epochs]))
-    begin = log.epochs[0].start
-    steps = max(int(np.ceil((log.epochs[-1].end - begin) / step_s)), 1)
+    steps = max(int(np.ceil(span_s / step_s)), 1)
     tokens = np.zeros((steps, len(labels)))
     for epoch in log.epochs:
         k = min(max(int((epoch.end - begin) / step_s - 0.5), 0), steps - 1)
@@ -212,7 +224,6 @@ def prepare(log: ServiceLog, name: str) -> LoggedService:
             if c.num_tokens > 0:
                 tokens[k, labels.index(c.bucket)] += c.num_tokens
     spent = fold_entries(log.entries).by_kind()
-    device_s = sum(c.device_s for e in log.epochs for c in e.cells)
     calm_s = device_s - min(max(spent.get("interference", 0.0), 0.0), 0.9 * device_s)
     drafted_s, plain_s = (seconds * calm_s / device_s for seconds in _round_seconds(cells))
     during_s = _served_beside_jobs(log)

@@ -21,6 +21,8 @@ DRAFT_NODES = 8
 """Draft nodes per request and round."""
 LEAD_IN_S = 600.0
 """Longest first regime, which the first drafter was trained for."""
+MAX_DURATION_S, MAX_STEPS = 2e6, 200_000
+"""Longest replay: 23 days, and as many steps."""
 DAY_S = 14_400.0
 """Length of the simulated day."""
 PREVIOUS_SHARE = 0.15
@@ -34,7 +36,7 @@ class Scenario:
     name: str
     family: str = "custom"
     """Cells of one family form one line of the advice table."""
-    duration_s: A[float, Setting(le=2e6)] = 7200.0
+    duration_s: A[float, Setting(le=MAX_DURATION_S)] = 7200.0
     step_s: A[float, Setting(gt=0)] = 10.0
     """Length of a simulation step."""
     regime_s: float = 1800.0
@@ -61,6 +63,7 @@ class Scenario:
 
     def __post_init__(self) -> None:
         require(self.duration_s >= self.step_s, "scenario.duration_s must be at least step_s", self.duration_s)
+        require(self.num_steps <= MAX_STEPS, f"scenario.duration_s must be at most {MAX_STEPS} times step_s", self.duration_s)  # fmt: skip
         require(self.regime_s >= self.step_s, "scenario.regime_s must be at least step_s", self.regime_s)
 
     @property

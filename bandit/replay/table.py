@@ -21,11 +21,10 @@ from paceline.bandit.beliefs.arms import default_arms
 from paceline.bandit.beliefs.job_cost import STAGING_PRIOR_S
 from paceline.bandit.replay.curves import TableCosts, TableCurves
 from paceline.bandit.replay.outcomes import FIRST, GATE_NOISE, HARM, SimulatedOutcomes
-from paceline.bandit.replay.scenario import Traffic
+from paceline.bandit.replay.scenario import MAX_STEPS, Traffic
 from paceline.errors import ConfigError
 from paceline.records import Setting, build, json_schema, record, require
 
-MAX_STEPS = 200_000
 MAX_SECONDS = 1e6
 MAX_TOKENS = 1e9
 """Most tokens of a class and step."""

@@ -145,3 +145,14 @@ def test_a_replay_counts_where_a_served_version_ties_it_to_what_is_served_now():
     assert table.estimate("a", "v1") is None
     table.set_shadow("a", "v0", 5.0, 30)
     assert table.estimate("a", "v1")[0] == pytest.approx(5.3 * 2.8 / 5.0, rel=0.02)
+
+
+def test_a_length_of_zero_is_not_known():
+    pool = RatioSums()
+    for _ in range(10):
+        pool.add(0.0, 20.0)
+    seen = _seen("a", "v1", 2.0)
+    table = ScoreTable()
+    stats = msgspec.structs.replace(seen.stats[0], acceptance_length=pool)
+    table.observe(msgspec.structs.replace(seen, stats=(stats,)))
+    assert table.estimate("a", "v1") is None

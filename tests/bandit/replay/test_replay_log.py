@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from paceline.bandit.controller.decision_log import LoggedJob, read_log
+from paceline.bandit.controller.decision_log import LoggedJob, parse_log, read_log
 from paceline.bandit.replay.gain_fit import MIN_JOBS, fit_gains
 from paceline.bandit.replay.logged import logged_outcomes, prepare, replay_logged
 from paceline.bandit.replay.outcomes import FIRST, REFUSED, TrainOrder, real_truth
@@ -121,6 +121,81 @@ def test_a_torn_last_line_is_left_out_and_a_damaged_one_is_named(served, tmp_pat
     damaged.write_bytes(b"".join([*lines[:2], b'{"kind": "feedback", "start": "soon"}\n', *lines[2:]]))
     with pytest.raises(ConfigError, match="line 3 is damaged"):
         read_log(damaged)
+
+
+def _lines(path):
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def _log_of(lines):
+    return parse_log("".join(json.dumps(line) + "\n" for line in lines).encode(), "log")
+
+
+def test_lines_that_stand_in_the_log_twice_count_once(served):
+    lines = _lines(served[0])
+    once, overlapping = _log_of(lines), _log_of([*lines, *lines[len(lines) // 2 :]])
+    begun = {"kind": "note", "text": "controller started", "commit": 0}
+    for twice in (overlapping, _log_of([begun, *lines, begun, *lines])):
+        assert msgspec.structs.replace(twice, digest="") == msgspec.structs.replace(once, digest="")
+
+
+def test_a_service_that_lost_its_state_and_numbers_anew_overwrites_nothing(served):
+    lines = _lines(served[0])
+    begun = {"kind": "note", "text": "controller started", "commit": 0}
+    both = _log_of([begun | {"log_id": "1-0"}, *lines, begun | {"log_id": "2-0"}, *lines])
+    assert len(both.decisions) == 2 * len(_log_of(lines).decisions)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "message"),
+    [
+        ("feedback", {"end": 0.0}, "end must be after start"),
+        ("feedback", {"batch_size": NAN}, r"\$\.batch_size"),
+        ("feedback", {"num_replicas": -1}, r"\$\.num_replicas"),
+        ("cell", {"device_s": NAN}, r"\$\.cells\[0\]\.device_s"),
+        ("cell", {"num_tokens": -5.0}, r"\$\.cells\[0\]\.num_tokens"),
+        ("cell", {"kept": float("inf")}, r"\$\.cells\[0\]\.kept"),
+        ("cell", {"drafted_rounds": 5.0, "kept": 0.0}, "kept must be > 0 in 5 rounds with a draft"),
+        ("decision", {"ts": NAN}, "ts must be a finite number"),
+        ("decision", {"action": "train", "context": {}}, "context must name the arm of a job"),
+        ("decision", {"context": {"belief": "x"}}, r"\$\.belief"),
+        ("decision", {"context": {"belief": {"bucket": "b"}}}, "`learned_rows`"),
+        ("ledger", {"seconds": NAN}, "seconds must be a finite number"),
+        ("job", {"train_s": -5.0}, "seconds and acceptance lengths of a job"),
+    ],
+)
+def test_a_line_with_what_cannot_be_is_named_with_what_is_wrong(served, kind, change, message):
+    lines = _lines(served[0])
+    wanted = {"cell": "feedback"}.get(kind, kind)
+    number = next(i for i, x in enumerate(lines) if x["kind"] == wanted or (kind == "ledger" and "entry_id" in x))
+    (lines[number]["cells"][0] if kind == "cell" else lines[number]).update(change)
+    with pytest.raises(ConfigError, match=rf"line {number + 1} is damaged \(.*{message}") as caught:
+        _log_of(lines)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("gap_s", [3e6, 1e12])
+def test_a_log_that_is_too_long_says_what_to_do(served, gap_s):
+    log = read_log(served[0])
+    late = msgspec.structs.replace(log.epochs[-1], start=log.epochs[-1].start + gap_s, end=log.epochs[-1].end + gap_s)
+    with pytest.raises(ConfigError, match=r"log must span at most 23\.1 days, got .*; keep its newest lines"):
+        prepare(msgspec.structs.replace(log, epochs=[*log.epochs, late]), "log")
+
+
+def test_a_log_that_served_nothing_is_refused(served):
+    log = read_log(served[0])
+
+    def without(**change):
+        cells = [[msgspec.structs.replace(c, **change) for c in e.cells] for e in log.epochs]
+        return [msgspec.structs.replace(e, cells=own) for e, own in zip(log.epochs, cells, strict=True)]
+
+    nothing = [msgspec.structs.replace(e, cells=[]) for e in log.epochs]
+    for epochs in (nothing, without(num_tokens=0.0), without(device_s=0.0, drafted_s=0.0)):
+        with pytest.raises(ConfigError, match="log must hold tokens and the device-seconds that they took"):
+            prepare(msgspec.structs.replace(log, epochs=epochs), "log")
 
 
 def test_a_log_without_feedback_says_what_is_missing(tmp_path):

@@ -15,7 +15,15 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "policies.md"
 
 @pytest.mark.parametrize(
     "change",
-    [{"recurrence": "often"}, {"regime_s": 1.0}, {"load": 0.0}, {"bad_jobs": 1.5}, {"batch_size": 0}, {"step_s": -1.0}],
+    [
+        {"recurrence": "often"},
+        {"regime_s": 1.0},
+        {"load": 0.0},
+        {"bad_jobs": 1.5},
+        {"batch_size": 0},
+        {"step_s": -1.0},
+        {"duration_s": 1e6, "step_s": 1.0},
+    ],
 )
 def test_a_setting_that_makes_no_sense_is_refused_by_name(change):
     with pytest.raises(ConfigError, match=next(iter(change))):
