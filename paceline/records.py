@@ -182,6 +182,8 @@ def _words(kind: type, error: ValidationError, path: str | None) -> str:
             names.append(known[part][1].name(part) if path is None and part in known else part)
         at = _within(at, part)
     name, what = (path or "") + ".".join(names), first["type"]
+    if what == "json_invalid":  # what `build` wrote is JSON but for half a character
+        return f"{name.rstrip('.') or 'configuration'} must be text of whole characters, got half a surrogate pair (\\ud800)"
     if what == "unexpected_keyword_argument":
         owner = kind
         for part in first["loc"][:-1]:

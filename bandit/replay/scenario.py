@@ -23,6 +23,8 @@ LEAD_IN_S = 600.0
 """Longest first regime, which the first drafter was trained for."""
 MAX_DURATION_S, MAX_STEPS = 2e6, 200_000
 """Longest replay: 23 days, and as many steps."""
+MAX_COUNT = 1_000_000
+"""Most replicas, or requests in a round."""
 DAY_S = 14_400.0
 """Length of the simulated day."""
 PREVIOUS_SHARE = 0.15
@@ -46,9 +48,9 @@ class Scenario:
     drift: as fresh, but all in one bucket."""
     train_cost: A[float, Setting(gt=0)] = 1.0
     """Factor on the seconds that training takes."""
-    load: A[float, Setting(gt=0)] = 1.0
+    load: A[float, Setting(gt=0, le=1e6)] = 1.0
     """Devices that serving with the first drafter would keep busy, on average over domains."""
-    batch_size: A[int, Setting(ge=1)] = 4
+    batch_size: A[int, Setting(ge=1, le=MAX_COUNT)] = 4
     """Requests in a round: the larger, the less a longer acceptance saves."""
     diurnal: A[float, Setting(ge=0, le=1)] = 0.0
     """Amplitude of the load's daily wave; the simulated day has 4 hours."""

@@ -21,13 +21,14 @@ from paceline.bandit.beliefs.arms import default_arms
 from paceline.bandit.beliefs.job_cost import STAGING_PRIOR_S
 from paceline.bandit.replay.curves import TableCosts, TableCurves
 from paceline.bandit.replay.outcomes import FIRST, GATE_NOISE, HARM, SimulatedOutcomes
-from paceline.bandit.replay.scenario import MAX_STEPS, Traffic
+from paceline.bandit.replay.scenario import MAX_COUNT, MAX_STEPS, Traffic
 from paceline.errors import ConfigError
 from paceline.records import Setting, build, json_schema, record, require
 
 MAX_SECONDS = 1e6
 MAX_TOKENS = 1e9
 """Most tokens of a class and step."""
+MAX_ROWS = 1_000_000_000
 MAX_LENGTH = 64
 """Longest acceptance length that a table may name, tokens a round."""
 ARMS = {arm.parameters: arm for arm in default_arms()}
@@ -46,7 +47,7 @@ class RoundPrices:
     """Device-seconds of a round with a draft."""
     plain_s: A[float, Setting(gt=0, le=MAX_SECONDS)]
     """The same without a draft."""
-    batch_size: A[int, Setting(ge=1)] = 4
+    batch_size: A[int, Setting(ge=1, le=MAX_COUNT)] = 4
     """Requests in a round."""
     slowdown: A[float, Setting(ge=0, le=3)] = 0.05
     """Relative slow-down of rounds while a job runs."""
@@ -62,7 +63,7 @@ class TrafficClass:
     """Of the first drafter, tokens a round."""
     bucket: str = ""
     """Bucket in which the controller sees it; several classes may share one. Default: the name of the class."""
-    learned_rows: A[int, Setting(ge=0)] = 0
+    learned_rows: A[int, Setting(ge=0, le=MAX_ROWS)] = 0
     """Rows of it that the first drafter's manifest names."""
     curves: dict[str, A[tuple[Point, ...], Setting(non_empty=True)]] = field(default_factory=dict)
     """Arm -> points of the learning curve: rows that a learner has read, and the acceptance length that it has then."""
@@ -80,7 +81,7 @@ class JobTable:
     """Device-seconds of scoring without any row."""
     scoring_row_s: A[float, Setting(ge=0, le=MAX_SECONDS)] = 0.0
     """Device-seconds of scoring each row."""
-    max_rows: A[int | None, Setting(ge=1)] = None
+    max_rows: A[int | None, Setting(ge=1, le=MAX_ROWS)] = None
     """Most rows that a job takes; default: those of the controller's arm."""
 
 
@@ -137,8 +138,8 @@ class TableWorld:
     """Where the figures come from."""
     step_s: A[float, Setting(gt=0, le=MAX_SECONDS)] = 10.0
     """Seconds of a step."""
-    tokens_per_request: A[float, Setting(gt=0)] = 100.0
-    num_replicas: A[int, Setting(ge=1)] = 1
+    tokens_per_request: A[float, Setting(ge=1, le=MAX_TOKENS)] = 100.0
+    num_replicas: A[int, Setting(ge=1, le=MAX_COUNT)] = 1
     """Replicas that a new version is staged on."""
     rows_share: Share = 1.0
     """Share of the tokens that become rows to train on."""
@@ -170,7 +171,8 @@ class TableWorld:
         require(bad <= 1, "world.failures.failed + world.failures.harmful must be <= 1", bad)
         steps = sum(spell.steps for spell in self.traffic)
         require(4 <= steps <= MAX_STEPS, f"world.traffic must have 4 to {MAX_STEPS} steps in all", steps)
-        require(any(sum(spell.tokens.values()) > 0 for spell in self.traffic), "world.traffic must hold tokens", 0)
+        tokens = sum(spell.steps * sum(spell.tokens.values()) for spell in self.traffic)
+        require(tokens >= 1, "world.traffic must hold tokens", tokens)
 
     def _check_class(self, path: str, name: str) -> None:
         require(name in self.classes, f"{path} must name classes of world.classes ({', '.join(self.classes)})", name)
