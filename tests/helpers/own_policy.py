@@ -34,5 +34,12 @@ class NeedsMore:
         return None
 
 
+class ReturnsNothing:
+    """Forgot its return."""
+
+    def choose(self, view: View, rng: np.random.Generator) -> Any:
+        hold(view, "n", "{num} is nothing.", num=0)
+
+
 class NoPolicy:
     """Chooses nothing."""

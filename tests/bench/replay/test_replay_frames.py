@@ -12,10 +12,15 @@ import pytest
 from typer.testing import CliRunner
 
 import paceline.replay as replay
+from paceline.bandit.controller.decision_log import parse_log
+from paceline.bandit.off_policy.log import value_policy
 from paceline.bandit.policies.table import is_self_funded, make_policy
+from paceline.bandit.replay.logged import prepare
+from paceline.bandit.replay.world import record
 from paceline.bench.replay.command import ReplayOptions
 from paceline.bench.replay.frames import FRAMES
-from paceline.bench.replay.plan import policy_names
+from paceline.bench.replay.off_policy import simulated_world
+from paceline.bench.replay.plan import Variant, policy_names
 from paceline.cli.main import app
 from paceline.config import PolicyConfig, build, load_config
 from paceline.errors import ConfigError
@@ -155,6 +160,17 @@ def test_a_policy_that_cannot_be_had_is_refused_before_anything_runs(name, messa
     with pytest.raises(ConfigError, match=message) as caught:
         policy_names(name)
     assert "\n" not in str(caught.value)
+
+
+def test_a_policy_that_returns_no_choice_is_named():
+    name = "tests.helpers.own_policy:ReturnsNothing"
+    message = f"policy '{name}' must return a Choice from choose.*got None"
+    with pytest.raises(ConfigError, match=message):
+        replay.replay(CELL, name, seeds=1)
+    with pytest.raises(ConfigError, match=message):  # asked about each decision of a log
+        value_policy(
+            prepare(parse_log(record(simulated_world(CELL, Variant(policy="payoff"), 0)), "log"), "log"), name, {}
+        )
 
 
 def test_a_class_that_is_defined_anew_is_the_one_that_runs(monkeypatch):
