@@ -173,7 +173,7 @@ def variants(policies: Sequence[str], sweep: dict[str, list[Any]]) -> list[Varia
                 policy_config(policy, settings, 0)
             out.append(Variant(policy=policy, settings=tuple(settings.items())))
     if unread:
-        raise ConfigError(f"sweep must name settings that one of the policies reads; {', '.join(policies)} read no {min(unread)}")  # fmt: skip
+        raise ConfigError(f"sweep must name settings that one of the policies reads, got {min(unread)} with {', '.join(policies)}")  # fmt: skip
     return out
 
 

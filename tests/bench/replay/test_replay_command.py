@@ -54,7 +54,7 @@ def test_a_suggestion_is_a_configuration_with_its_reasons(tmp_path):
         ([""], "source must not be empty"),
         (["small", "--first-seed", "-1"], "first-seed must be >= 0"),
         (["small", "--resume", "/dev/null"], "resume must be a folder"),
-        (["small", "--policies", "never", "--sweep", "bank_s=1,2"], "never read no bank_s"),
+        (["small", "--policies", "never", "--sweep", "bank_s=1,2"], "got bank_s with never"),
         (["small", "--policies", "greedy"], "policies must be among"),
         (["small", "--sweep", "nope=1"], "sweep must be"),
         (["small", "--seeds", "0"], "seeds must be >= 1"),

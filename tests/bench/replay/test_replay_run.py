@@ -130,7 +130,7 @@ def test_settings_of_a_sweep_are_checked_together():
         ("trusts_groups=maybe", "sweep trusts_groups must be bool, got 'maybe'"),
         ("epoch_s=-1", "policy.epoch_s must be > 0"), ("bank_s=nan", "policy.bank_s must be a finite number"),
         ("ema_fast=0.04", "policy.ema_slow must be in"),
-        ("cara_factor=2", "never, dual_ema, oracle read no cara_factor"),
+        ("cara_factor=2", "got cara_factor with never, dual_ema, oracle"),
     ],
 )  # fmt: skip
 def test_a_sweep_that_makes_no_sense_is_refused(text, message):
