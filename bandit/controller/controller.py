@@ -384,9 +384,9 @@ class Controller:
             self._state.policy, self._state.last_hold = name, ""
 
     def bank(self) -> Bank:
-        """The bank as of the latest epoch; it starts with as much of `policy.bank_s` as serving has kept one device busy."""
+        """The bank as of the latest epoch; it starts with as much of `policy.bank_s` as serving keeps one device busy."""
         state = self._state
-        busy = min(state.served_s / state.watched_s, 1.0) if state.watched_s > 0 else 1.0
+        busy = 1.0 if state.busy is None else min(state.busy, 1.0)
         return Bank(
             start_s=self._config.bank_s * busy if state.bank_start_s is None else state.bank_start_s,
             income_s=state.income_s,

@@ -30,9 +30,8 @@ def close_epoch(state: ControllerState, now: float, context: HostContext, bank_i
     total_load = sum(seen.load(Group.ADAPTIVE) for seen in state.latest.values())
     if total_load > 0:  # a quiet service says nothing about the height of the load when there is one
         state.total_load = _steadied(state.total_load, total_load, weight)
-    if served_s > 0 or state.watched_s > 0:  # from the first request on, quiet epochs count
-        state.served_s += served_s
-        state.watched_s += max(now - start, 0.0)
+    if now > start and (served_s > 0 or state.busy is not None):  # from the first request on, quiet epochs count
+        state.busy = _steadied(state.busy, served_s / (now - start), weight)
     num_seen = int(bool(state.meters))  # the load of a bucket that joins others grows from 0, as theirs falls
     for name in sorted(set(state.meters) | set(state.latest)):
         meter = state.meters.setdefault(name, BucketMeter(num_epochs=num_seen))

@@ -124,10 +124,8 @@ class ControllerState(msgspec.Struct):
     """Starting balance that an operator set; None = the configured one."""
     income_s: float = 0.0
     """What the bank got of the time that was served."""
-    served_s: float = 0.0
-    """Device-seconds that serving took."""
-    watched_s: float = 0.0
-    """Seconds since the first request."""
+    busy: float | None = None
+    """Share of the time that serving keeps a device busy; None before the first request."""
 
     actions: dict[int, Decision] = {}
     outcomes: dict[int, JobOutcome] = {}
