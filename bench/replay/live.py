@@ -41,7 +41,7 @@ from paceline.bench.common.workloads import load_prompts
 from paceline.bench.engine.arms import run_group
 from paceline.bench.replay.plan import Task, Variant
 from paceline.bench.replay.run import RUNS_FILE, Row, read_finished, row_of
-from paceline.config import EngineConfig
+from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group, TrainJob, TrainResult, decode
 from paceline.contracts import encode as encode_record
 from paceline.paths import resolve_drafter, write_atomic
@@ -135,7 +135,8 @@ def round_seconds(target: TargetModel, drafter: str, config: LiveConfig, path: P
 
 def _measure_rounds(target: TargetModel, drafter: str, config: LiveConfig, say: Say) -> dict[str, float]:
     say("measuring round times")
-    engine = build_engine(target, load_named_drafter(drafter, target), EngineConfig(), drafter)
+    tree = TreeConfig(policy="fixed", max_draft_tokens=NUM_NODES)  # which drafts in every round, whether it pays or not
+    engine = build_engine(target, load_named_drafter(drafter, target), EngineConfig(tree=tree), drafter)
     out = {}
     prompts = [encode(target, p.text) for p in load_prompts(config.buckets[0], None, config.batch_size, config.seed)]
     params = [SamplingParams(temperature=0.0, max_tokens=config.max_new_tokens, seed=i) for i in range(len(prompts))]

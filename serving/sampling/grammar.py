@@ -282,7 +282,7 @@ class _PlainTokens:
 
     def __init__(self, tokenizer: Any, settings: dict[str, Any], vocab_size: int, eos: list[int]) -> None:
         """settings: tokenizer.json."""
-        self._backend = Tokenizer.from_str(json.dumps(_without_added_space(settings)))
+        self._backend = Tokenizer.from_str(json.dumps(_spelling(settings)))
         self._backend.encode_special_tokens = True
         self._backend.no_padding()
         self._backend.no_truncation()
@@ -301,16 +301,14 @@ class _PlainTokens:
         return [t for t in self._backend.encode(text, add_special_tokens=False).ids if t != self._unk]
 
 
-def _without_added_space(settings: dict[str, Any]) -> dict[str, Any]:
-    """tokenizer.json of one that puts no space before a text."""
+def _spelling(settings: dict[str, Any]) -> dict[str, Any]:
+    """tokenizer.json of one that spells a text's own bytes: no space before it, no other form of its characters."""
     first, normal = settings.get("pre_tokenizer") or {}, settings.get("normalizer") or {}
     for part in (first, *first.get("pretokenizers", ())):
         if part.get("add_prefix_space"):
             part["add_prefix_space"] = False
         if part.get("prepend_scheme"):
             part["prepend_scheme"] = "never"
-    if normal.get("type") == "Prepend":
-        settings["normalizer"] = None
-    elif "normalizers" in normal:
-        normal["normalizers"] = [part for part in normal["normalizers"] if part["type"] != "Prepend"]
+    parts = [part for part in normal.get("normalizers", [normal]) if part.get("type") == "Replace"]
+    settings["normalizer"] = {"type": "Sequence", "normalizers": parts} if parts else None
     return settings

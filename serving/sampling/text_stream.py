@@ -79,17 +79,17 @@ class TokenText:
         written = self.tokenizer.convert_ids_to_tokens(token_id) or ""
         if len(written) == 6 and written.startswith("<0x") and written.endswith(">"):  # SentencePiece byte token
             return bytes([int(written[3:5], 16)])
-        before = self._before
-        whole = self.decode([*before, token_id], skip_special=False)
-        return whole[len(self.decode(before, skip_special=False)) :].encode()
+        before, num_before = self._before
+        return self.decode([*before, token_id], skip_special=False)[num_before:].encode()
 
     @cached_property
-    def _before(self) -> list[int]:
-        """A token of letters, behind which others are decoded: a text's first space is stripped."""
+    def _before(self) -> tuple[list[int], int]:
+        """A token of letters, behind which others are decoded, as a text's first space is stripped; its characters."""
         names = (
             (i, self.tokenizer.convert_ids_to_tokens(i)) for i in range(len(self.tokenizer)) if i not in self.added
         )
-        return next(([i] for i, name in names if name and name.isascii() and name.isalpha()), [])
+        before: list[int] = next(([i] for i, name in names if name and name.isascii() and name.isalpha()), [])
+        return before, len(self.decode(before, skip_special=False))
 
 
 class TextStream:

@@ -178,13 +178,13 @@ class TargetModel:
         if self.kernels.is_reference:
             if supports_native(self.model):
                 self._native = new_native(self.model, self.tap_layers)
-                error = self._fused_error()
+                error = self._paged_error()
                 if error > limit:
                     self._native = None
             if self._native is None and supports_fused(self.model):  # it reads the reference's plans
                 self._fused = FusedForward(self.model, self.tap_layers, self.kernels)
                 self.kv_dtype = KV_DTYPE
-                error = self._fused_error()
+                error = self._paged_error()
                 if error > limit:
                     self._fused, self.kv_dtype = None, self.dtype
             if not self.is_fast_path and supports_reordered(self.model):
@@ -192,7 +192,7 @@ class TargetModel:
         elif is_dense(self.model):
             try:
                 self._fused = KernelForward(self.model, self.tap_layers, self.kernels)
-                error = self._fused_error()
+                error = self._paged_error()
             except Exception:  # a kernel that this GPU or compiler does not take: the modules need fewer
                 log.exception("the forward by kernels could not be run; the modules of transformers compute it")
                 error = math.inf
@@ -232,12 +232,12 @@ class TargetModel:
             )
         self._native = new_native(self.model, self.tap_layers, is_int8=True, is_lent=True)
         self.kv_dtype = torch.bfloat16
-        error = self._fused_error()
+        error = self._paged_error()
         if error > _MAX_FUSED_ERROR_BF16:
             raise ConfigError(f"dtype must not be int8 for this target, its forward is off by {error:.3g}; choose auto")
         log.info("target forward chosen forward=%s weights=int8 relative_error=%s", self.forward_name, error)
 
-    def _fused_error(self) -> float:
+    def _paged_error(self) -> float:
         """Root-mean-square difference of paged and transformers logits over the logits' own, on fixed tokens.
 
         Half of them are a prompt, the others a path of a tree behind it, whose second row is no ancestor of any.
@@ -280,7 +280,7 @@ class TargetModel:
     def _check_modules(self) -> None:
         """Refuse a family whose modules do something else with paged K/V than without."""
         try:
-            error = self._fused_error()
+            error = self._paged_error()
         except (AttributeError, KeyError, TypeError, ValueError, RuntimeError) as e:
             raise unservable(self.config.model_type, f"it cannot attend to paged K/V ({first_line(e)})") from e
         if error > (_MAX_FUSED_ERROR_FP32 if self.dtype == torch.float32 else _MAX_FUSED_ERROR_BF16):

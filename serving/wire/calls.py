@@ -69,9 +69,8 @@ class CallParser:
         self._blanks = ""  # at the end of the content so far; dropped before a call
         self._may_begin = True  # a bare call stands at the beginning or behind another
         self._depth, self._in_string, self._is_escaped = 0, False, False
-        self._is_open = self._goes_on = (
-            False  # the object around the arguments, and whether it has more keys or its end
-        )
+        self._is_open = False  # the object around the arguments
+        self._goes_on = False  # it has more keys, or its end was seen
         self._held: str | None = None  # arguments that are no object, passed on when they are whole
         self._content: list[str] = []
         self._deltas: list[CallDelta] = []
@@ -137,7 +136,7 @@ class CallParser:
             self._say(before)
             self._text, self._state = after, "head"
             return True
-        keep = next((n for n in range(min(len(begin) - 1, len(before)), 0, -1) if before.endswith(begin[:n])), 0)
+        keep = _begun(before, begin)
         self._say(before[: len(before) - keep])
         self._text = before[len(before) - keep :]
         return False
@@ -281,10 +280,21 @@ class CallParser:
                 self._is_open = False
                 return True
             self._goes_on = bool(self._text)
+        text, end = self._text, self._form.end.strip()
+        stop = text.find(end) if end else -1  # where it stands, even inside a text that does not end, the call is over
+        has_end = stop >= 0
+        if not has_end:
+            stop = len(text) - _begun(text, end)
+        self._text = text[:stop]
         at = self._end_of_value()
-        self._text = "" if at is None else self._text[at:]
-        self._is_open = at is None
+        self._text = text[stop if at is None else at :]
+        self._is_open = at is None and not has_end
         return not self._is_open
+
+
+def _begun(text: str, mark: str) -> int:
+    """Characters at the end of a text with which a mark may begin."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
 
 
 def _as_arguments(value: Any) -> str:
