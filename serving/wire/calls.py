@@ -38,7 +38,7 @@ _MAX_HEAD = 256
 _HEAD = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([\w.-]{1,64})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
 )
-_NAMED_HEAD = re.compile(r"\s*([\w.-]{1,64})\s*(?=\{)")
+_NAMED_HEAD = re.compile(r"[ \t]*([\w.-]{1,64})[ \t]*(?=\{)")
 
 
 class CallDelta(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,7 +177,7 @@ class CallParser:
         whole, found, after = self._text.partition(self._form.end)
         if match is None and not found:
             return False
-        if found and self._whole(whole):
+        if found and match is None and self._whole(whole):  # else a name that comes first and is unknown
             self._text = after
         else:
             self._say(self._form.begin)

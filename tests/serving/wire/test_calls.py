@@ -69,6 +69,9 @@ ANSWERS = [
     (LLAMA, "{" + " " * 400 + "}", "{" + " " * 400 + "}", []),
     (MARKED, "Yes.<|call|>add {\"a\": 1}\n<|call|>add {}\n", "Yes.", [("add", '{"a": 1}'), ("add", "{}")]),
     (MARKED, "<|call|>rm {}\n", "<|call|>rm {}\n", []),
+    (MARKED, '<|call|>add \n\n{"arguments": "x", "name": "add"}\n', '<|call|>add \n\n{"arguments": "x", "name": "add"}\n', []),
+    (HERMES, '<tool_call>{"name": "x", "arguments": 1, "name": "add"}</tool_call>',
+     '<tool_call>{"name": "x", "arguments": 1, "name": "add"}</tool_call>', []),
 ]  # fmt: skip
 
 
