@@ -29,7 +29,7 @@ from paceline.bandit.controller.view import PolicyView, policy_view
 from paceline.bandit.ledger.ledger import Bank, contradictions
 from paceline.bandit.ledger.totals import LedgerTotals
 from paceline.bandit.policies.pricing import PricedJob, price_jobs, swap_gain
-from paceline.bandit.policies.table import POLICIES, Choice, View, is_self_funded, make_policy
+from paceline.bandit.policies.table import POLICIES, Choice, View, ask_policy, is_self_funded, make_policy
 from paceline.bandit.policies.view import hold
 from paceline.config import PolicyConfig
 from paceline.contracts import ArmSpec, BurstPlan, Decision, FeedbackSums, LedgerEntry, TrainResult
@@ -119,7 +119,7 @@ class Controller:
         if state.pinned is not None:
             template = "Version {pinned} is pinned, and {num} other actions are allowed."
             return hold(view, "pinned", template, at="", pinned=state.pinned, num=0)
-        return make_policy(state.policy).choose(view, self._rng)
+        return ask_policy(state.policy, view, self._rng)
 
     def _emit(self, choice: Choice, view: View, now: float, context: HostContext) -> list[Decision]:
         state = self._state

@@ -14,15 +14,15 @@ import msgspec
 import numpy as np
 
 from paceline.bandit.beliefs.observation import HostContext
-from paceline.bandit.controller.controller import belief_to_train, price_order
+from paceline.bandit.controller.controller import Controller, belief_to_train, price_order
 from paceline.bandit.controller.decision_log import FeedbackLine
 from paceline.bandit.controller.state import JobOutcome
 from paceline.bandit.policies.pricing import PricedRecall
-from paceline.bandit.policies.table import Choice, View, make_policy
+from paceline.bandit.policies.table import Choice, View, ask_policy
 from paceline.bandit.policies.view import hold
 from paceline.bandit.replay.logged import LoggedService, logged_outcomes, logged_settings
 from paceline.bandit.replay.simulate import policy_config
-from paceline.bandit.replay.world import ReplayController, RunResult, World, checked
+from paceline.bandit.replay.world import RunResult, World
 from paceline.contracts import ArmSpec, CellSums, Decision, FeedbackSums, RequestSums, SizeSums, TrainResult
 from paceline.errors import ConfigError
 
@@ -31,7 +31,7 @@ UNIT_SD = 0.12
 MAX_UNITS = 16
 
 
-class ForcedController(ReplayController):
+class ForcedController(Controller):
     """Asks its policy, then does what the log did."""
 
     orders: dict[int, Decision]
@@ -56,8 +56,7 @@ class ForcedController(ReplayController):
         if self.step >= self.until:
             return super()._choose(view)
         # asked with a generator of its own: the forced run must not depend on who is asked
-        policy = self._state.policy
-        self.asked = checked(make_policy(policy).choose(view, np.random.default_rng(self.step)), policy).probabilities
+        self.asked = ask_policy(self._state.policy, view, np.random.default_rng(self.step)).probabilities
         logged = self.orders.get(self.step)
         forced = self._again(logged, view) if logged is not None else None
         return forced or hold(view, "logged", "The log held, whatever {num} policies say.", num=1)

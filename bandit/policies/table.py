@@ -214,6 +214,17 @@ def make_policy(name: str) -> Policy:
     return policy
 
 
+def ask_policy(name: str, view: View, rng: np.random.Generator) -> Choice:
+    """What the policy of that name chooses. Raises: ConfigError when it is unknown, or answers with no Choice."""
+    choice: object = make_policy(name).choose(view, rng)
+    if not isinstance(choice, Choice):
+        raise ConfigError(
+            f"policy {name!r} must return a Choice from choose(view, rng), as hold(), train() and recall() of "
+            f"paceline.replay make it, got {choice!r}"
+        )
+    return choice
+
+
 def _foreign(name: str) -> Callable[[], Policy]:
     """The class behind a name that is not in POLICIES, as its module has it now: a notebook may define it anew."""
     points = policy_entry_points()

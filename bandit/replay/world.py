@@ -11,7 +11,6 @@ import numpy as np
 from paceline.bandit.beliefs.recall import SCORE_SD
 from paceline.bandit.controller.controller import Controller, HostContext
 from paceline.bandit.controller.decision_log import KIND
-from paceline.bandit.policies.view import Choice, View
 from paceline.bandit.replay.outcomes import FIRST, REFUSED, Outcomes, TrainOrder, TrainTruth
 from paceline.bandit.replay.scenario import Traffic
 from paceline.config import PolicyConfig
@@ -27,7 +26,6 @@ from paceline.contracts import (
     TrainResult,
     burst_plan,
 )
-from paceline.errors import ConfigError
 from paceline.machine import ManualClock
 
 START = 1000.0
@@ -99,23 +97,6 @@ def planned_result(
     )
 
 
-class ReplayController(Controller):
-    """The service's, for policies that may be a first draft."""
-
-    def _choose(self, view: View) -> Choice:
-        return checked(super()._choose(view), self._state.policy)
-
-
-def checked(choice: object, policy: str) -> Choice:
-    """What a policy chose. Raises: ConfigError when that is no choice."""
-    if not isinstance(choice, Choice):
-        raise ConfigError(
-            f"policy {policy!r} must return a Choice from choose(view, rng), as hold(), train() and recall() of "
-            f"paceline.replay make it, got {choice!r}"
-        )
-    return choice
-
-
 class World:
     """Drives one Controller through `traffic`; jobs come out as `outcomes` says. Deterministic per seed."""
 
@@ -131,9 +112,7 @@ class World:
         self.traffic, self.outcomes, self.config, self.slowdown = traffic, outcomes, config, slowdown
         self.has_long_steps = traffic.step_s >= 0.99 * config.epoch_s
         self.clock = ManualClock(START)
-        self.controller = ReplayController(
-            config, outcomes.arms, clock=self.clock, rng=np.random.default_rng(config.seed)
-        )
+        self.controller = Controller(config, outcomes.arms, clock=self.clock, rng=np.random.default_rng(config.seed))
         self._noise = np.random.default_rng([seed, 7919])
         self.default, self.versions = FIRST, [FIRST]
         self.own: dict[str, str] = {}

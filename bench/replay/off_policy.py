@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
+from paceline.bandit.controller.controller import Controller
 from paceline.bandit.controller.decision_log import parse_log
 from paceline.bandit.off_policy.log import value_policy
 from paceline.bandit.off_policy.sequence import pooled
@@ -26,7 +27,7 @@ from paceline.bandit.policies.view import hold
 from paceline.bandit.replay.logged import prepare
 from paceline.bandit.replay.scenario import Scenario
 from paceline.bandit.replay.simulate import Cell, draw_world, policy_config
-from paceline.bandit.replay.world import ReplayController, World, record
+from paceline.bandit.replay.world import World, record
 from paceline.bench.common.terminal import new_table
 from paceline.bench.replay.live import ORDERS, SMALL, LiveConfig, LiveService
 from paceline.bench.replay.plan import Task, Variant
@@ -44,7 +45,7 @@ _ROUND = 1e-9
 METHODS = {"doubly robust": "total_s", "IPS": "ips_s", "model alone": "direct_s"}
 
 
-class ExploringController(ReplayController):
+class ExploringController(Controller):
     """Does each act of its policy with probability `keep`, else holds; says so in the probabilities."""
 
     keep = KEEP

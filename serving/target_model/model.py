@@ -250,9 +250,7 @@ class TargetModel:
         ancestors = torch.ones(is_path.numel(), is_path.numel(), dtype=torch.bool, device=self.device).tril()
         ancestors[2:, 1] = False
         prompt = (ids[:half], rows[:half], rows[:half], 0, None)
-        depths = (
-            is_path.cumsum(0) - is_path.int()
-        )  # of the tree's rows; the one that is no ancestor is a sibling of the third
+        depths = is_path.cumsum(0) - is_path.int()  # the row that is no ancestor is a sibling of the third
         tree = (
             torch.cat((ids[half : half + 1], ids[:1], ids[half + 1 :])),
             half + depths,
