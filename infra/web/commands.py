@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import sys
 from typing import Any
 
 from paceline.errors import RequestError
@@ -34,7 +34,7 @@ def parse_command(name: str, raw: bytes) -> tuple[str, tuple[Any, ...]]:
     takes = ", ".join(fields) or "none"
     try:
         body = json.loads(raw or b"{}")
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise RequestError(f"the body must be JSON: {e}") from e
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object")
@@ -56,7 +56,7 @@ def _checked(field: str, kind: type, value: Any) -> Any:
     if value is None or value == "":
         raise RequestError(f"{field} must be given")
     if kind is float:
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
             raise RequestError(f"{field} must be a number, got {value!r}")
         return float(value)
     if not isinstance(value, kind):

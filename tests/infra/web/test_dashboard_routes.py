@@ -263,7 +263,7 @@ def test_command_bodies_become_arguments(name: str, raw: bytes, want: tuple) -> 
     assert parse_command(name, raw) == want
 
 
-@pytest.mark.parametrize(("name", "raw"), [("pin", b"{}"), ("pin", b'{"version": 3}'), ("assign", b'{"version": "v"}'), ("canary", b'{"version": "v", "bucket": 3}'), ("pin", b"["), ("pin", b"[]"), ("bank", b'{"bank_s": NaN}'), ("bank", b'{"bank_s": "3"}'), ("flush", b"{}")])  # fmt: skip
+@pytest.mark.parametrize(("name", "raw"), [("pin", b"{}"), ("pin", b'{"version": 3}'), ("assign", b'{"version": "v"}'), ("canary", b'{"version": "v", "bucket": 3}'), ("pin", b"["), ("pin", b"[]"), ("bank", b'{"bank_s": NaN}'), ("bank", b'{"bank_s": "3"}'), pytest.param("bank", b'{"bank_s": 1%s}' % (b"0" * 400), id="no-float"), pytest.param("pin", b"[" * 60_000, id="deep"), ("flush", b"{}")])  # fmt: skip
 def test_wrong_command_bodies_are_refused(name: str, raw: bytes) -> None:
     with pytest.raises(RequestError):
         parse_command(name, raw)
