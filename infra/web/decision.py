@@ -7,7 +7,7 @@ from typing import Any
 
 from paceline.contracts import Decision, LedgerEntry
 from paceline.infra.controller.snapshot import Snapshot
-from paceline.infra.web.words import decision_title, seconds, short
+from paceline.infra.web.words import decision_title, seconds, short, within
 
 _MEANING = {
     "hold": "It changed nothing: the live drafter stayed.",
@@ -62,7 +62,7 @@ def words(d: Decision, entries: list[LedgerEntry]) -> list[str]:
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(d.ts))
     who = "an operator" if d.policy == "operator" or d.action == "pin" else f"the policy '{d.policy}'"
     about = f" for traffic bucket '{d.bucket}'" if d.bucket and d.action != "train" else ""
-    out = [f"On {when} {who} decided: {decision_title(d).lower()}{about}."]
+    out = [f"On {when} {who} decided: {within(decision_title(d))}{about}."]
     if d.action in _MEANING:
         out.append(_MEANING[d.action])
     if d.reason:

@@ -74,6 +74,11 @@ def decision_title(d: Decision) -> str:
     return f"{d.action.capitalize()} {short(d.version)}{f' for {d.bucket}' if d.bucket else ''}"
 
 
+def within(title: str) -> str:
+    """A title within a sentence; names keep their capitals."""
+    return f"{title[:1].lower()}{title[1:]}"
+
+
 def _last_decision(state: Snapshot) -> dict[str, Any]:
     question = "What was decided last, and why?"
     decisions = state.decisions
@@ -90,9 +95,8 @@ def _last_decision(state: Snapshot) -> dict[str, Any]:
         if ended := _outcome(acted):
             out["text"] = f"{out['text'].rstrip('.')}{ended}."
     elif acted is not None:
-        title = decision_title(acted)
         out["before"] = {
-            "text": f"Before that: {title[:1].lower()}{title[1:]}{_outcome(acted)}.",
+            "text": f"Before that: {within(decision_title(acted))}{_outcome(acted)}.",
             "decision_id": acted.decision_id,
         }
     trial = state.rollout.last if state.rollout is not None else TrialEnd()

@@ -154,6 +154,7 @@ def test_last_decision_is_shown_with_its_reason_and_a_hold_names_the_action_befo
     assert decision_title(ended) == "Train head on math"
     named = answers(state(decisions=[replace(ended, bucket="SQL", arm="LoRA"), HOLD]))[1]
     assert "Before that: train LoRA on SQL (" in named["before"]["text"], "names keep their capitals"
+    assert "decided: train LoRA on SQL." in words(replace(ended, bucket="SQL", arm="LoRA"), [])[0]
 
 
 def test_an_action_that_is_the_last_decision_is_shown_with_its_outcome():
