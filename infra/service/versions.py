@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import field
 from typing import Annotated as A
+from typing import TypeVar
 
 import httpx
 import msgspec
@@ -13,7 +14,10 @@ from rich.table import Table
 
 from paceline.errors import PacelineError
 from paceline.infra.controller.snapshot import CommandResult, VersionList
-from paceline.records import Setting, record
+from paceline.names import TOKEN_RULE, is_token
+from paceline.records import Setting, record, require
+
+T = TypeVar("T")
 
 
 @record()
@@ -28,6 +32,9 @@ class ServiceAddress:
             env=("PACELINE_ADMIN_TOKEN", "PACELINE_API_TOKEN"),
         ),
     ] = None  # fmt: skip
+
+    def __post_init__(self) -> None:
+        require(not self.token or is_token(self.token), f"token {TOKEN_RULE}", "something else")
 
 
 @record()
@@ -104,25 +111,27 @@ class BankOptions:
     service: ServiceAddress = field(default_factory=ServiceAddress)
 
 
-def _call(method: str, service: ServiceAddress, path: str, body: dict | None = None) -> bytes:
+def _call(method: str, service: ServiceAddress, path: str, kind: type[T], body: dict | None = None) -> T:
     url, token = service.url, service.token
     headers = {"authorization": f"Bearer {token}"} if token else {}
     try:
         response = httpx.request(method, url.rstrip("/") + path, json=body, headers=headers, timeout=30.0)
-    except httpx.HTTPError as e:
+    except (httpx.HTTPError, httpx.InvalidURL) as e:
         raise PacelineError(f"no service answers at {url} ({type(e).__name__}); start one with `paceline serve`") from e
-    if response.status_code >= 400:
-        raise PacelineError(f"{url}{path} answered {response.status_code}: {response.text[:300]}")
-    return response.content
+    try:
+        if response.status_code == 200:
+            return msgspec.json.decode(response.content, type=kind)
+    except msgspec.MsgspecError:
+        pass  # a page of somebody else's
+    raise PacelineError(f"{url}{path} answered {response.status_code}: {response.text[:300]}")
 
 
 def print_versions(service: ServiceAddress, console: Console, *, as_json: bool) -> None:
     """Print the registry's versions and which one serves."""
-    body = _call("GET", service, "/paceline/versions")
+    found = _call("GET", service, "/paceline/versions", VersionList)
     if as_json:
-        console.print_json(body.decode())
+        console.print_json(msgspec.json.encode(found).decode())
         return
-    found = msgspec.json.decode(body, type=VersionList)
     table = Table(title=f"generation {found.gen}, live {found.version}, first {found.first_version}")
     for name in ("version", "parent", "arm", "bucket", "train rows", "created (UTC)", "serves"):
         table.add_column(name, no_wrap=name in ("version", "parent"), overflow="fold")
@@ -139,6 +148,6 @@ def print_versions(service: ServiceAddress, console: Console, *, as_json: bool) 
 def order(service: ServiceAddress, action: str, console: Console, **fields: str | float | None) -> None:
     """Carry out a command with its fields, those that are given; prints the generation and what decides from now on."""
     body = {name: value for name, value in fields.items() if value is not None}
-    answer = msgspec.json.decode(_call("POST", service, f"/paceline/{action}", body), type=CommandResult)
+    answer = _call("POST", service, f"/paceline/{action}", CommandResult, body)
     policy = f"{answer.policy} (paused)" if answer.is_paused else answer.policy
     console.print(f"{action}: generation {answer.gen}, live {answer.version}, policy {policy}")

@@ -11,7 +11,10 @@ import httpx
 import pytest
 from fastapi import Request
 from rich.console import Console
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
 
 from paceline.errors import PacelineError
 from paceline.infra.app import dashboard_words
@@ -126,6 +129,25 @@ def test_the_command_line_lists_versions_of_a_service_on_loopback_and_is_told_wh
             assert json.loads(shown.getvalue())["version"] == "a0c1d2e3f4b5"
     with serve_app(app(Access(host="0.0.0.0"))) as url, pytest.raises(PacelineError, match=r"403.*--api-token"):
         print_versions(ServiceAddress(url=url), Console(file=io.StringIO()), as_json=True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "as_json"),
+    [(Response("<html>"), True), (Response("{}"), False), (RedirectResponse("https://elsewhere.example/"), False)],
+)
+def test_the_command_line_says_so_where_the_address_is_somebody_elses(answer: Response, as_json: bool):
+    with (
+        serve_app(Starlette(routes=[Route("/paceline/versions", lambda _: answer)])) as url,
+        pytest.raises(PacelineError, match=f"/paceline/versions answered {answer.status_code}"),
+    ):
+        print_versions(ServiceAddress(url=url), Console(file=io.StringIO()), as_json=as_json)
+
+
+def test_the_command_line_refuses_an_address_and_a_token_that_are_none():
+    with pytest.raises(PacelineError, match="no service answers at http://"):
+        print_versions(ServiceAddress(url="http://[::1"), Console(file=io.StringIO()), as_json=True)
+    with pytest.raises(PacelineError, match="token must be ASCII"):
+        ServiceAddress(token="schlüssel")
 
 
 def test_a_service_that_listens_elsewhere_without_a_token_says_that_it_is_closed_and_what_opens_it():
