@@ -97,6 +97,8 @@ def test_the_words_of_a_record_name_what_was_given_and_no_path():
     words = given_words(options, hidden=("num_threads", "name"))
     assert words == "--kv-share 0.2 --temperature 0,0.8 --sweep 'a=1' --tokens 400000 --time --folder DIR --depth 8"
     assert "--temperature '' --tokens 0 " in given_words(Options(name="me", temperatures=(), tokens=0))
+    exact = Options(name="me", kv_share=1 / 3, temperatures=(0.30000001, 1e-9, 2e22))
+    assert play("me", *shlex.split(given_words(exact, hidden=("name",)))) == exact
 
 
 def leaves(group=None, path: str = ""):

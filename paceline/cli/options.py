@@ -209,7 +209,7 @@ def _nested(kind: type, values: dict[tuple[str, ...], Any]) -> Any:
 
 
 def _text(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
 
 
 def _envvar(env: str | tuple[str, ...] | None) -> str | list[str] | None:
