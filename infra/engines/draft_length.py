@@ -19,6 +19,8 @@ _MANY = 5.0
 _FIT_EVERY = 32
 _LEAST = 50
 """Rounds before anything is cut."""
+MAX_PAIRS = 256
+"""Classes and versions whose rates are kept: every job makes a version, and `table` is told between two steps of the engine."""
 
 
 class DraftLength:
@@ -37,7 +39,14 @@ class DraftLength:
         """A request's round."""
         self._tokens += num_accepted + 1
         if num_drafts:
-            rates = self._rates.setdefault((bucket, version), np.zeros((2, self._most)))
+            rates = self._rates.pop((bucket, version), None)
+            if rates is None:
+                rates = np.zeros((2, self._most))
+                if len(self._rates) == MAX_PAIRS:
+                    oldest = next(iter(self._rates))
+                    del self._rates[oldest]
+                    self._turns.pop(oldest, None)
+            self._rates[bucket, version] = rates  # the latest is the last
             rates *= 1 - 1 / _MEMORY
             reached = min(num_drafts, num_accepted + 1, self._most)
             rates[0, :reached] += 1

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from paceline.infra.engines.draft_length import DraftLength
+from paceline.infra.engines.draft_length import MAX_PAIRS, DraftLength
 
 K = 6
 
@@ -67,3 +67,13 @@ def test_the_table_names_classes_and_versions():
     world = World(0.01)
     world.run({"a": 0.9}, 500)
     assert world.length.table() == {"a v": K}
+
+
+def test_rates_of_versions_that_are_gone_are_forgotten_and_those_in_use_are_not():
+    world = World(0.01)
+    for i in range(2 * MAX_PAIRS):
+        for version in ("first", f"v{i}"):
+            world.length.tokens("a", version)
+            world.length.observe("a", version, K, 3)
+    table = world.length.table()
+    assert len(table) == MAX_PAIRS and {"a first", f"a v{i}"} <= set(table)
