@@ -275,7 +275,10 @@ class TrainCoordinator:
 
     def _written(self, job: TrainJob) -> TrainResult | None:
         data = self._client.get(self._keys.train_result(job.job_id))
-        return None if data is None else decode(data, TrainResult)  # type: ignore[arg-type]
+        try:
+            return None if data is None else decode(data, TrainResult)  # type: ignore[arg-type]
+        except msgspec.DecodeError as e:
+            return failed(job.job_id, f"its result in Redis is damaged: {e}", train_s=self._taken_s())
 
     def request_stop(self, job_id: str) -> None:
         """Ask the worker to stop at its next check."""

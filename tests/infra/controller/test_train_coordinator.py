@@ -79,6 +79,15 @@ def test_a_damaged_lease_keeps_no_job_from_running(shared_redis, client, keys, l
     assert wait_result(c, job(), wait_until).status == "accepted"
 
 
+def test_a_damaged_result_is_a_failed_job(shared_redis, client, keys, launcher, wait_until):
+    c = coordinator(client, shared_redis.url, keys, launcher)
+    c.poll(job())
+    wait_until(lambda: read_lease(client, keys) is None, what="the end of the job")
+    client.set(keys.train_result("j1"), b"\x00junk")
+    result = c.poll(job())
+    assert (result.job_id, result.status) == ("j1", "failed") and "damaged" in result.reason
+
+
 def test_second_job_waits_for_the_lease(shared_redis, client, keys, launcher):
     c1, c2 = (coordinator(client, shared_redis.url, keys, launcher, owner=o) for o in ("c1", "c2"))
     launcher.seconds = 30.0
