@@ -30,10 +30,19 @@ class RoundSums(msgspec.Struct):
     last_round_s: float | None = None
     """Mean of drafted rounds when enough of them were known last. It stays the price of drafting while nobody drafts:
     whether a better drafter pays hangs on it."""
+    draft_ratio: float = 0.0
+    """Plain rounds that a drafted one takes, as the engines foretold last; 0 = none did."""
+
+    def seen_round_s(self) -> float | None:
+        """Seconds of the drafted rounds that were seen; None when there were too few ever."""
+        return self.drafted_s / self.drafted_rounds if self.drafted_rounds >= MIN_ROUNDS else self.last_round_s
 
     def round_s(self) -> float | None:
-        """Seconds of a drafted round; None until enough were seen."""
-        return self.drafted_s / self.drafted_rounds if self.drafted_rounds >= MIN_ROUNDS else self.last_round_s
+        """Seconds of a drafted round, as foretold where too few were seen; None when nobody foretold it."""
+        seen = self.seen_round_s()
+        if seen is None and self.draft_ratio > 0 and self.plain_rounds >= MIN_ROUNDS:
+            return self.draft_ratio * self.plain_s / self.plain_rounds
+        return seen
 
     def price(self, share: float) -> BatchCost:
         """What these rounds say about the price of this batch size."""
@@ -66,6 +75,7 @@ class RoundCosts(msgspec.Struct):
                 sums.drafted_rounds += rounds.drafted_rounds
                 sums.plain_s += rounds.plain_s
                 sums.plain_rounds += rounds.num_rounds - rounds.drafted_rounds
+                sums.draft_ratio = rounds.draft_ratio or sums.draft_ratio
                 if cell.group == Group.ADAPTIVE:
                     sums.tokens += rounds.num_tokens
 
@@ -74,10 +84,16 @@ class RoundCosts(msgspec.Struct):
         keep = 0.5 ** (seconds / HALF_LIFE_S)
         for by_size in self.sums.values():
             for sums in by_size.values():
-                sums.last_round_s = sums.round_s()
+                sums.last_round_s = sums.seen_round_s()
                 for name in ("drafted_s", "drafted_rounds", "plain_s", "plain_rounds"):
                     setattr(sums, name, getattr(sums, name) * keep)
                 sums.tokens *= 1.0 - FAST
+
+    def round_s(self, bucket: str) -> float | None:
+        """Seconds of a drafted round at the batch sizes that the bucket is served at; None when none has a price."""
+        priced = [b for b in self.batches(bucket) if b.round_s is not None]
+        shares = sum(b.share for b in priced)
+        return sum(b.share * b.round_s for b in priced if b.round_s is not None) / shares if shares > 0 else None
 
     def batches(self, bucket: str) -> list[BatchCost]:
         """Price and share of each batch size with a price that the bucket is served at; [] when none has one."""

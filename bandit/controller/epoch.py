@@ -159,15 +159,17 @@ def learner_of(state: ControllerState, bucket: str, version: str) -> tuple[int, 
 
 
 def bucket_beliefs(state: ControllerState, config: PolicyConfig, context: HostContext) -> dict[str, BucketBelief]:
-    """Beliefs of every bucket whose version has a known acceptance length; one that an operator assigned is not active."""
+    """Beliefs of every bucket whose rounds have a price, drafted or not; one that an operator assigned is not active."""
     total = sum(meter.load for meter in state.meters.values())
     found = {}
     for name in sorted(state.meters):
         meter = state.meters[name]
         version = context.version_of(name)
-        length = state.table.estimate(name, version)
-        token_s, round_s = meter.time_per_token_s(), meter.round_s()
-        if length is None or token_s is None or round_s is None:
+        token_s, round_s = meter.time_per_token_s(), meter.round_s() or state.round_costs.round_s(name)
+        if token_s is None or round_s is None:
+            continue
+        length = state.table.estimate(name, version) or _undrafted_length(round_s, meter.plain_token_s())
+        if length is None:
             continue
         usable, fresh = _rows(state, context, name)
         learner = learner_of(state, name, version)
@@ -190,6 +192,15 @@ def bucket_beliefs(state: ControllerState, config: PolicyConfig, context: HostCo
             batches=state.round_costs.batches(name),
         )
     return found
+
+
+def _undrafted_length(round_s: float, plain_token_s: float | None) -> tuple[float, float] | None:
+    """(acceptance length, standard error) where none was seen since drafting is off: anything from 1 to the length at which
+    it would pay."""
+    if plain_token_s is None:
+        return None
+    spread = max(round_s / plain_token_s - 1.0, 0.0)
+    return 1.0 + spread / 2, max(spread / math.sqrt(12.0), 0.01)
 
 
 APART_Z = 2.0

@@ -41,15 +41,24 @@ _MAX_UNACKED = 8
 def make_batch(
     parts: Sequence[RoundStats], *, replica_id: str, boot_epoch: int, seq: int, target_version: str, num_dropped: int,
     keep_rows: bool = False, prompts: PromptVectors | None = None, tenant_of: Callable[[str], str] | None = None,
+    draft_ratio: Callable[[int], float] | None = None,
 ) -> FeedbackBatch:  # fmt: skip
     """The sums of these rounds as one batch.
 
     Args:
         keep_rows: with their rows, which the controller does not read.
         tenant_of: bucket -> tenant that it counts for; None = nobody's.
+        draft_ratio: batch size -> plain rounds that a drafted one would take; None = not known.
     """
     rows = RoundStats(**RoundStats.columns_of(parts))
     sums = summed(rows)
+    if draft_ratio is not None:
+        plain = [
+            (size, part) for c in sums.cells if c.version for size, part in c.sizes.items() if not part.drafted_rounds
+        ]
+        ratios = {size: draft_ratio(size) for size in {size for size, _ in plain}}
+        for size, part in plain:
+            part.draft_ratio = ratios[size]
     tenants = {} if tenant_of is None else {cell.bucket: tenant_of(cell.bucket) for cell in sums.cells}
     return FeedbackBatch(
         replica_id=replica_id,
@@ -96,6 +105,8 @@ class FeedbackPublisher:
         self._space = ""  # theirs
         self.tenant_of: Callable[[str], str] | None = None
         """Bucket -> tenant that it counts for; set by who has the engine, before `start`."""
+        self.draft_ratio: Callable[[int], float] | None = None
+        """Batch size -> plain rounds that a drafted one would take; set as `tenant_of` is."""
         self._unacked: deque[tuple[int, int, bytes]] = deque()  # (seq, rows, encoded batch)
         self._seq = 0
         self._breaker = Breaker()
@@ -248,6 +259,7 @@ class FeedbackPublisher:
                 self._by_redis_time(parts), replica_id=self._replica_id, boot_epoch=self._boot_epoch, seq=self._seq,
                 target_version=self._target_version, num_dropped=dropped - self._num_unreported,
                 keep_rows=self._config.keep_rows, prompts=self._take_prompts(), tenant_of=self.tenant_of,
+                draft_ratio=self.draft_ratio,
             )  # fmt: skip
             self._num_unreported = dropped
             self._unacked.append((self._seq, num_rows, encode(batch)))

@@ -149,7 +149,7 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
     watcher: ReplicaWatcher | None = None
     closers: list[Callable[[], None]] = [] if traces is None else [traces.close]
     if feedback is not None:
-        feedback.tenant_of = engine.tenant_of
+        feedback.tenant_of, feedback.draft_ratio = engine.tenant_of, engine.draft_ratio
         feedback.start()
         closers.append(feedback.close)
         if needs_taps:

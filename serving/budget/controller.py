@@ -16,7 +16,7 @@ from paceline.serving.budget.cost_model import CostModel
 from paceline.serving.budget.node_rule import FixedRule, NodeRule, RateRule
 from paceline.serving.budget.round_costs import RoundCosts
 from paceline.serving.budget.stats import DraftKey, RoundObservation
-from paceline.serving.budget.switch import PROBE_NODES, Switch
+from paceline.serving.budget.switch import PROBE_NODES, REPLAYED_NODES, Switch
 
 
 class BudgetController:
@@ -32,6 +32,11 @@ class BudgetController:
     def states(self) -> list[tuple[DraftKey, str]]:
         """Every class that the switch knows with trial | on | off | probe; from any thread, may be one round old."""
         return [] if self._switch is None else self._switch.states()
+
+    def draft_ratio(self, num_requests: int) -> float:
+        """Plain rounds that a drafted round of so many requests would take, from the measured costs of its parts and without
+        what contexts cost; from any thread."""
+        return self.costs.draft_ratio(REPLAYED_NODES, 0, num_requests)
 
     def foretell(self, version: str, bucket: str, acceptance_length: float) -> None:
         """What a version will do in a bucket, as an exact replay of its text shows, before the engine has seen it."""

@@ -92,6 +92,12 @@ class RoundCosts:
             return 0.4 * self.verify.seconds(1) * math.sqrt(num_drafting)
         return self.draft.seconds(num_drafting) * self.speed
 
+    def draft_ratio(self, nodes: float, context_rows: int, num_requests: int) -> float:
+        """Plain rounds that a round takes in which every request drafts and gets so many nodes; at least 1."""
+        rows = num_requests * (1 + round(nodes))
+        drafted_s = self.round_s(rows, num_requests, context_rows, num_requests)
+        return max(drafted_s / self.round_s(num_requests, 0, context_rows, num_requests), 1.0)
+
     def catch_up_s(self, num_rows: int) -> float:
         """Ingesting so many rows of long backlogs."""
         return num_rows * self.ingest_row_s * self.speed

@@ -264,7 +264,7 @@ class Switch:
             self._class(self._classes, key).latest = size
             record = self.record(key, num_requests)
             if record.num_times < 1:
-                record.time = self._forecast(record.nodes, context_rows, num_requests)
+                record.time = self._costs.draft_ratio(record.nodes, context_rows, num_requests)
             if record.state == "off":
                 self._count_down(record, len(own), waited, context_rows, num_requests)
             elif record.left == 0:
@@ -340,7 +340,7 @@ class Switch:
             self._class(self._classes, key).latest = size
             record = self.record(key, num_requests)
             if record.num_times < 1:
-                record.time = self._forecast(record.nodes, context_rows, num_requests)
+                record.time = self._costs.draft_ratio(record.nodes, context_rows, num_requests)
             if record.left == 0 and record.is_idle:
                 self._count_down(record, len(own), waited, context_rows, num_requests)
             (probed if record.left > 0 else known).append((record, own))
@@ -399,7 +399,7 @@ class Switch:
         record.begin_probe()
         # Where no whole batch will tell, what was measured ages.
         if num_requests > PROBE_REQUESTS and record.time is not None:
-            record.time = math.sqrt(record.time * self._forecast(record.nodes, context_rows, num_requests))
+            record.time = math.sqrt(record.time * self._costs.draft_ratio(record.nodes, context_rows, num_requests))
 
     def _switch(self, known: list[tuple[Record, list[int]]], context_rows: int, num_requests: int) -> float:
         """Turn classes on and off: those on together make the highest rate. Returns it, in plain rounds' rates."""
@@ -447,12 +447,6 @@ class Switch:
         record.wait = _wait(cost, record.num_lost)
         record.num_lost += 1
         record.state, record.probe, record.is_idle = "off", None, True
-
-    def _forecast(self, nodes: float, context_rows: int, num_requests: int) -> float:
-        """Plain rounds of a round that drafts so many nodes for every request, from the measured costs of its parts."""
-        rows = num_requests * (1 + round(nodes))
-        drafted_s = self._costs.round_s(rows, num_requests, context_rows, num_requests)
-        return max(drafted_s / self._costs.round_s(num_requests, 0, context_rows, num_requests), 1.0)
 
     def observe(self, seen: RoundObservation) -> None:
         """Fold one verified round."""
@@ -506,7 +500,7 @@ class Switch:
         records = {key: self._records(key, num_requests) for key in counts}
         expected = 1.0
         for key, (record, _) in records.items():
-            record.time = record.time or self._forecast(record.nodes, context_rows, num_requests)
+            record.time = record.time or self._costs.draft_ratio(record.nodes, context_rows, num_requests)
             expected += counts[key] / num_requests * (record.time - 1)
         miss = _clipped(math.log(times / expected))
         for key, (record, shared) in records.items():

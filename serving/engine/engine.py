@@ -214,6 +214,10 @@ class Engine:
         """The tenant that a bucket's name counts for; '' = nobody."""
         return self._buckets.owner(bucket)
 
+    def draft_ratio(self, num_requests: int) -> float:
+        """Plain rounds that a drafted round of so many requests would take, as the cost tables foretell."""
+        return self.policy.budget.draft_ratio(num_requests)
+
     def submit(self, request: GenerationRequest, on_event: Callable[[RoundEvent], None]) -> None:
         """Queue a request; `on_event` is called from the engine thread once per round, last with a finish_reason.
 

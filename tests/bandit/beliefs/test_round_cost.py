@@ -72,6 +72,31 @@ def test_the_price_of_drafting_outlasts_a_time_without_drafts_but_a_few_rounds_s
     assert costs.batches("a")[1].round_s == pytest.approx(0.012, rel=0.05)
 
 
+def _plain_sums(draft_ratio: float, num_rounds: int = 40) -> FeedbackSums:
+    sizes = {4: SizeSums(num_rounds=num_rounds, plain_s=0.005 * num_rounds, num_tokens=num_rounds, plain_tokens=num_rounds, draft_ratio=draft_ratio)}  # fmt: skip
+    cell = CellSums(bucket="a", group="adaptive", version="v0", requests={"q": RequestSums(0.2, num_rounds)}, sizes=sizes)
+    return FeedbackSums(cells=[cell])
+
+
+def test_rounds_that_nobody_drafted_have_the_price_that_the_engines_foretell_until_enough_were_drafted():
+    costs = RoundCosts()
+    costs.fold(_plain_sums(0.0))
+    assert costs.round_s("a") is None and costs.batches("a")[0].round_s is None  # nobody told
+    costs.fold(_plain_sums(1.5))
+    assert costs.round_s("a") == pytest.approx(0.0075) and costs.batches("a")[0].plain_token_s == pytest.approx(0.005)
+    for _ in range(3):  # what is foretold is not remembered as seen
+        costs.fade(30.0)
+        costs.fold(_plain_sums(2.0))
+    assert costs.round_s("a") == pytest.approx(0.010)
+    costs.fold(_plain_sums(0.0))  # a replica that tells nothing takes nothing back
+    assert costs.round_s("a") == pytest.approx(0.010)
+    costs.fold(sums_of(_rows(4, 12.0)))
+    assert costs.round_s("a") == pytest.approx(0.012)
+    costs.fade(1e6)
+    costs.fold(_plain_sums(2.0))
+    assert costs.round_s("a") == pytest.approx(0.012) and costs.round_s("b") is None
+
+
 def test_summed_feedback_counts_like_rows():
     rows, sums = RoundCosts(), RoundCosts()
     rows.fold(sums_of(_rows(4, 10.0) + _rows(4, 5.0, drafted=False)))

@@ -26,11 +26,13 @@ class _Service:
         self.context = HostContext(live_version="v0", first_version="v0", rows={}, rows_written={}, versions=["v0"])
         self.controller.tick(0.0, self.context)
 
-    def epoch(self, is_drafted: bool = True, num_rounds: int = 20, **requests: int) -> dict[str, float]:
+    def epoch(
+        self, is_drafted: bool = True, num_rounds: int = 20, draft_ratio: float = 0.0, **requests: int
+    ) -> dict[str, float]:
         """Serve one epoch with so many requests a bucket; load by bucket as believed after it. Plain rounds take 4 ms."""
         self.seq += 1
         if not is_drafted:
-            return self._serve([_plain_cell(self.seq, b, n) for b, n in requests.items() if n])
+            return self._serve([_plain_cell(self.seq, b, n, draft_ratio) for b, n in requests.items() if n])
         cells = [
             CellSums(
                 bucket=b, group="adaptive", version="v0",
@@ -57,13 +59,32 @@ class _Service:
         return {b: m.load for b, m in self.controller._state.meters.items()}
 
 
-def _plain_cell(seq: int, bucket: str, num: int) -> CellSums:
+def _plain_cell(seq: int, bucket: str, num: int, draft_ratio: float) -> CellSums:
     return CellSums(
         bucket=bucket, group="adaptive", version="v0", sizes={1: SizeSums(
             num_rounds=TOKENS * num, plain_s=0.004 * TOKENS * num, num_tokens=TOKENS * num, plain_tokens=TOKENS * num,
+            draft_ratio=draft_ratio,
         )},
         requests={f"{seq}.{bucket}.{i}": RequestSums(0.004 * TOKENS, TOKENS, TOKENS, TOKENS) for i in range(num)},
     )  # fmt: skip
+
+
+def test_a_bucket_that_was_never_drafted_for_has_a_price_from_its_first_epoch():
+    """Drafting is off where it does not pay: its length is anything between 1 and what would pay."""
+    service = _Service()
+    service.epoch(is_drafted=False, a=20)
+    state = service.controller._state
+    assert not bucket_beliefs(state, PolicyConfig(), service.context)  # its engines foretell nothing
+    service.epoch(is_drafted=False, draft_ratio=1.6, a=20)
+    belief = bucket_beliefs(state, PolicyConfig(), service.context)["a"]
+    assert belief.is_active and belief.round_s == pytest.approx(0.0064) and belief.plain_token_s == pytest.approx(0.004)
+    assert belief.length == pytest.approx(1.3) and belief.length_se == pytest.approx(0.6 / 12**0.5)
+    assert belief.relative_gain(belief.length, 1.6) == pytest.approx(0.0)
+    assert belief.relative_gain(belief.length, 3.2) == pytest.approx(0.5)
+    for _ in range(4):  # 40 rounds that were drafted, 4 a request
+        service.epoch(num_rounds=4, a=10)
+    seen = bucket_beliefs(state, PolicyConfig(), service.context)["a"]
+    assert seen.round_s == pytest.approx(0.010) and seen.length == pytest.approx(TOKENS / 4, rel=0.05)
 
 
 @pytest.mark.parametrize("num_epochs", [1, 5, 100])
