@@ -204,6 +204,15 @@ class DrafterRegistry:
         except ManifestError:
             return False
 
+    def with_weights(self) -> set[str]:
+        """The versions of the latest `list` whose weights are in the store, however many, by one listing."""
+        try:
+            entries = self._fs.ls(f"{self._root}/blobs", detail=False)
+        except FileNotFoundError:
+            return set()
+        stored = {e.rsplit("/", 1)[-1].removesuffix(".safetensors") for e in entries}
+        return {version for version, m in self._listed.items() if m.sha256 in stored}
+
     def delete_weights(self, version: str) -> None:
         """Delete the weights and keep the manifest; `put` of the same content brings them back. No error when gone.
 

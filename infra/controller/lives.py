@@ -574,16 +574,12 @@ class WeightPool:
         state, registry = self._state, self._around.registry
         if state.pending is not None or state.desired is None:  # a job may read its parent or write a version again
             return
-        if state.evicted:  # weights that were published again since, and serve
-            back = {v for v in self._referred() if v in state.evicted and registry.has_weights(v)}
-            if back and state.commit > self._evicted_at:
-                state.evicted = [v for v in state.evicted if v not in back]
         if state.evicted and state.commit > self._evicted_at:
-            kept = self._referred()
-            for version in state.evicted:
-                if version not in kept and registry.has_weights(version):
-                    registry.delete_weights(version)
-                    logger.info("drafter weights deleted version=%s", version)
+            kept, there = self._referred(), registry.with_weights().intersection(state.evicted)
+            state.evicted = [v for v in state.evicted if v not in there & kept]  # published again since, and serve
+            for version in sorted(there - kept):
+                registry.delete_weights(version)
+                logger.info("drafter weights deleted version=%s", version)
         used = {v: life.since for v, life in state.lifecycle.versions.items()}
         held = [m for m in self._around.versions if m.version not in state.evicted]
         gone = choose_evictions(

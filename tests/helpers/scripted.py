@@ -201,6 +201,9 @@ class MemoryRegistry:
     def has_weights(self, version: str) -> bool:
         return version in self.known - self.without_weights
 
+    def with_weights(self) -> set[str]:
+        return self.known - self.without_weights
+
     def delete_weights(self, version: str) -> None:
         self.without_weights.add(version)
 

@@ -201,9 +201,10 @@ def test_deleted_weights_leave_the_manifest_and_come_back_with_the_same_content(
     registry = DrafterRegistry(tmp_path)
     m = registry.put(state(), **FIELDS)
     assert registry.has_weights(m.version) and not registry.has_weights("0123456789ab")
+    assert registry.list() == [m] and registry.with_weights() == {m.version}
     registry.delete_weights(m.version)
     registry.delete_weights(m.version)
-    assert not registry.has_weights(m.version) and registry.list() == [m]
+    assert not registry.has_weights(m.version) and registry.list() == [m] and registry.with_weights() == set()
     with pytest.raises(ManifestError, match="missing"):
         registry.load_state(m.version)
     assert registry.put(state(), **FIELDS) == m and registry.has_weights(m.version)

@@ -380,6 +380,18 @@ def test_the_pool_deletes_weights_that_nobody_needs_after_the_commit(shared_redi
         host.session.orders.pin("v3")
 
 
+def test_weights_that_were_given_up_cost_no_call_of_the_store_each(shared_redis, client, keys, tmp_path, seeded):
+    registry = MemoryRegistry(known={f"v{i}" for i in range(1, 40)})
+    host = make_host(shared_redis.url, keys, tmp_path, registry=registry, rollout=RolloutConfig(pool_bytes=1))
+    host.connect()
+    settle(host)
+    assert len(registry.without_weights) == 38
+    asked = []
+    registry.has_weights = registry.delete_weights = asked.append
+    settle(host)
+    assert asked == []
+
+
 def test_weights_that_a_killed_controller_gave_up_are_deleted_by_the_next(shared_redis, client, keys, tmp_path, seeded):
     registry = MemoryRegistry(known={"v1", "v2", "v3"})
     host = make_host(shared_redis.url, keys, tmp_path, registry=registry, rollout=RolloutConfig(pool_bytes=1))
