@@ -56,7 +56,7 @@ export class Feed {
         if (await this.once()) continue;
       } catch (e) {
         if (e.name === "AbortError") continue;
-        this.status(e.status === 401 || e.status === 403 ? "closed" : "lost", e.message);
+        this.status(e.status === 401 || e.status === 403 ? "closed" : "lost", e.status ? e.message : "connection lost");
       }
       await new Promise((r) => { this.wake = r; setTimeout(r, this.wait); });
       this.wait = Math.min(this.wait * 2, 10000);

@@ -105,7 +105,7 @@ function status(text = null, tone = "bad") {
 function connection(kind, message) {
   byId("login").hidden = kind !== "closed";
   if (kind === "closed") byId("login-text").textContent = message;
-  if (kind !== "live") status(kind === "closed" ? "closed" : `connection lost, trying again (since ${clock(now)})`, "bad");
+  if (kind !== "live") status(kind === "closed" ? "closed" : `${message}, trying again (since ${clock(now)})`, "bad");
 }
 
 const feed = new Feed(update, connection);

@@ -52,12 +52,12 @@ export async function drawLedger(part) {
   const { ts, spent_s, saved_s, net_s } = part.lines;
   const line = (name, y, tone, dash) => ({ type: "scatter", mode: "lines", name, x: ts.map(date), y, line: { color: color(tone), dash, width: name === "net" ? 3 : 1.5, shape: "hv" }, hovertemplate: `${name}: %{y:.1f} s<extra></extra>` });
   const none = [{ text: "nothing is booked yet", showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5 }];
-  const by = part.by[byId("split").value] ?? [];
-  const bars = (name, key, tone, sign) => ({ type: "bar", orientation: "h", name, y: by.map((r) => plain(r.name, 26)), x: by.map((r) => sign * r[key]), marker: { color: color(tone) }, hovertemplate: `%{y}: %{x:.2f} s ${name}<extra></extra>` });
+  const by = part.by[byId("split").value] ?? [], names = by.map((r) => plain(r.name, 200));
+  const bars = (name, key, tone, sign) => ({ type: "bar", orientation: "h", name, y: names, x: by.map((r) => sign * r[key]), marker: { color: color(tone) }, hovertemplate: `%{y}: %{x:.2f} s ${name}<extra></extra>` });
   const legend = { showlegend: true, legend: { orientation: "h", y: -0.15 } };
   await Promise.all([
     draw(byId("ledger"), [line("saved", saved_s, "good", "dash"), line("spent", spent_s, "bad", "dot"), line("net", net_s, "adaptive", "solid")], { title: "Device-seconds since the beginning", ...legend, annotations: ts.length ? [] : none, xaxis: { type: "date", tickformat: "%H:%M", visible: ts.length > 0 }, yaxis: { ticksuffix: " s" } }),
-    draw(byId("ledger-by"), [bars("saved", "saved_s", "good", 1), bars("spent", "spent_s", "bad", -1)], { title: `Saved (right) and spent (left) by ${byId("split").value}`, barmode: "relative", ...legend, annotations: by.length ? [] : none, xaxis: { visible: by.length > 0, ticksuffix: " s" }, yaxis: { type: "category", autorange: "reversed" } }),
+    draw(byId("ledger-by"), [bars("saved", "saved_s", "good", 1), bars("spent", "spent_s", "bad", -1)], { title: `Saved (right) and spent (left) by ${byId("split").value}`, barmode: "relative", ...legend, annotations: by.length ? [] : none, xaxis: { visible: by.length > 0, ticksuffix: " s" }, yaxis: { type: "category", autorange: "reversed", tickvals: names, ticktext: by.map((r) => plain(r.name, 26)) } }),
   ]);
 }
 

@@ -41,10 +41,10 @@ export function facts(node, pairs) {
 
 /** Keep a <select>'s options equal to `values` without losing the choice; `labels` may name them. */
 export function options(select, values, labels = {}) {
-  const now = [...select.options].map((o) => o.value);
-  if (now.length === values.length && now.every((v, i) => v === values[i])) return;
+  const fresh = values.map((v) => el("option", { value: v }, labels[v] ?? v)), now = [...select.options];
+  if (now.length === fresh.length && now.every((o, i) => o.isEqualNode(fresh[i]))) return;
   const chosen = select.value;
-  select.replaceChildren(...values.map((v) => el("option", { value: v }, labels[v] ?? v)));
+  select.replaceChildren(...fresh);
   if (values.includes(chosen)) select.value = chosen;
 }
 

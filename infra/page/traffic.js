@@ -55,14 +55,16 @@ export class Traffic {
     for (const ts of old) this.bins.delete(ts);
     return bins.length > 0;
   }
-  /** Lines of one bucket, each point pooled over POOL_S or the bin, if that is longer; a gap where a group had no rounds.
+  /** Lines of one bucket, each point pooled over the POOL_S before it or the bin, if that is longer; a gap where a group had no rounds.
       `trial` is the roll-out while a version is on trial, else null: its line begins with it. */
   lines(bucket, value, now, trial) {
-    const bins = this.shown(now);
+    const isPause = (before, bin) => before !== undefined && before.ts + before.seconds + POOL_S <= bin.ts; // there are no bins in it
+    const bins = this.shown(now).flatMap((bin, i, all) => (isPause(all[i - 1], bin) ? [{ ts: bin.ts, seconds: 0, buckets: {} }, bin] : [bin]));
+    const first = (i) => { let at = i; while (at > 0 && bins[at - 1].ts >= bins[i].ts + bins[i].seconds - POOL_S) at -= 1; return at; };
     return shownGroups(trial).map((group) => {
       const isShown = (bin) => group !== "canary" || bin.ts + bin.seconds > trial.since;
       const cells = bins.map((bin) => (isShown(bin) ? bin.buckets[bucket]?.[group] ?? null : null));
-      const y = cells.map((cell, i) => (cell === null ? null : pooled(cells.slice(Math.max(0, i - Math.max(POOL_S / bins[i].seconds, 1) + 1), i + 1), value)));
+      const y = cells.map((cell, i) => (cell === null ? null : pooled(cells.slice(first(i), i + 1), value)));
       return { group, x: bins.map((bin) => date(bin.ts + bin.seconds)), y };
     }).filter((line) => line.y.some((v) => v !== null));
   }
@@ -96,7 +98,7 @@ export class Traffic {
   }
   chart(node, bucket, value, title, shapes, now, trial) {
     const traces = this.lines(bucket, value, now, trial).filter((l) => value === 1 || l.group !== "plain").map((l) => ({
-      type: "scatter", mode: "lines", name: NAMES[l.group], x: l.x, y: l.y, connectgaps: false,
+      type: "scatter", mode: "lines+markers", name: NAMES[l.group], x: l.x, y: l.y, connectgaps: false, marker: { color: color(l.group), size: 4 },
       line: { color: color(l.group), dash: DASH[l.group], width: 2, shape: "linear" }, hovertemplate: `${plain(bucket)}, ${l.group}: %{y:.2f}<extra></extra>`, meta: { bucket, group: l.group },
     }));
     return draw(node, traces, { title, shapes, xaxis: { type: "date", tickformat: "%H:%M" }, yaxis: { rangemode: value === 1 ? "tozero" : "normal" } });

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -164,6 +165,62 @@ def test_a_longer_past_is_shown_when_it_is_asked_for(place: Place, open_page: Wa
     open_page.wait(f"{oldest} > {now - 1300.0}")
     open_page.page.select_option("#bucket", "")
     open_page.check_clean(place.url)
+
+
+def test_a_pause_of_traffic_is_a_gap_and_no_part_of_what_comes_behind_it(place: Place, shared_redis) -> None:
+    scene = make_scene(shared_redis.url, Keys(uuid.uuid4().hex[:8]), policy="never")
+    scene.run(60, ["math"])
+    paused = scene.clock.now()
+    scene.run(300, [])
+    scene.run(20, ["math"])
+    with serve(scene, Access()) as url, watched_page(place.browser) as watch:
+        watch.page.goto(f"{url}/dashboard")
+        watch.wait("document.querySelector('#buckets .chart:nth-child(2)')?.data?.length > 0")
+        line = next(t for t in watch.traces("#buckets .chart:nth-child(2)") if t["meta"]["group"] == "adaptive")
+        first = next(i for i, x in enumerate(line["x"]) if x > paused + 60.0 and line["y"][i] is not None)
+        assert line["y"][first - 1] is None, "no line through the pause"
+        (own,) = (b.buckets["math"]["adaptive"] for b in scene.traffic(0.0) if b.ts + b.seconds == line["x"][first])
+        assert line["y"][first] == pytest.approx(own.tokens_per_s, rel=1e-3)
+        watch.check_clean(url)
+
+
+def test_the_choice_of_a_version_says_what_it_does_now(place: Place, shared_redis) -> None:
+    scene = make_scene(shared_redis.url, Keys(uuid.uuid4().hex[:8]), policy="never")
+    other = "c0a1b2c3d4e5"
+    scene.launcher.registry.add(other, parent=FIRST, arm="head", bucket="math", created=scene.clock.now())
+    scene.run(20, ["math"])
+    live = "[...document.getElementById('pin-version').options].filter((o) => o.text.includes('live')).map((o) => o.value).join()"
+    with serve(scene, Access()) as url, watched_page(place.browser) as watch:
+        watch.page.goto(f"{url}/dashboard")
+        watch.wait(f"{live} === '{FIRST}'")
+        scene.command("pin", other)
+        scene.run(20, ["math"])
+        watch.wait(f"{live} === '{other}'")
+        watch.check_clean(url)
+
+
+def test_names_that_begin_alike_have_bars_of_their_own(place: Place) -> None:
+    names = [f"customers-of-the-english-shop-{i}" for i in (1, 2)]
+    with watched_page(place.browser) as watch:
+        document = watch.page.request.get(f"{place.url}/dashboard/api/state").json()
+        document["parts"]["ledger"]["by"]["kind"] = [{"name": n, "spent_s": 1.0, "saved_s": 2.0} for n in names]
+        body = f"event: update\ndata: {json.dumps(document)}\n\n"
+        watch.page.route(
+            "**/dashboard/api/events*",
+            lambda route: route.fulfill(status=200, content_type="text/event-stream", body=body),
+        )
+        watch.page.goto(f"{place.url}/dashboard")
+        watch.wait("document.querySelectorAll('#ledger-by .ytick').length === 2")
+
+
+def test_why_the_stream_is_refused_is_said(place: Place) -> None:
+    reason = "24 pages watch this replica already; close one"
+    with watched_page(place.browser) as watch:
+        watch.page.route(
+            "**/dashboard/api/events*", lambda route: route.fulfill(status=503, json={"error": {"message": reason}})
+        )
+        watch.page.goto(f"{place.url}/dashboard")
+        watch.wait(f"document.getElementById('status').textContent.startsWith('{reason}, trying again')")
 
 
 def test_where_drafting_is_off_is_said_beside_the_speed(place: Place, open_page: Watch) -> None:
