@@ -23,7 +23,8 @@ if TYPE_CHECKING:  # a controller handles no tensor
 
 log = logging.getLogger(__name__)
 MAX_STATES = 24
-"""Files kept, the newest; a state takes about four times the bytes of the drafter's trained weights."""
+"""Learners kept, the newest, and as many versions' records of what they have read, which are small; a learner's state takes
+about four times the bytes of the drafter's trained weights."""
 MAX_UNFINISHED_S = 3600.0
 """Age at which what a killed writer left half written goes."""
 _SUFFIX, _FORMAT = ".safetensors", 1
@@ -103,7 +104,8 @@ class LearnerStore:
         name = f"{stamp:020d}_{key}_{hashlib.sha256(data).hexdigest()[:16]}{_SUFFIX}"
         write_atomic(self._fs, f"{self._root}/{name}", data)
         old = [f for f in files if f.key == key]
-        others = sorted((f for f in files if f.key != key), key=lambda f: f.stamp)
+        alike = (f for f in files if f.key != key and _is_record(f.key) == _is_record(key))
+        others = sorted(alike, key=lambda f: f.stamp)
         self._delete(old + others[: max(len(others) + 1 - MAX_STATES, 0)])
         self._delete_unfinished()
 
@@ -134,5 +136,13 @@ class LearnerStore:
         return [_File(name, int(p[0]), p[1], p[2]) for name, p in parts if len(p) == 3 and p[0].isdigit()]
 
 
+_RECORD = "version-"
+
+
 def _version_key(version: str) -> str:
-    return f"version-{version}"
+    return _RECORD + version
+
+
+def _is_record(key: str) -> bool:
+    """Whether it is of what a version has read, not of a learner."""
+    return key.startswith(_RECORD)

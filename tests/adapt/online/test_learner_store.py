@@ -94,6 +94,16 @@ def test_states_are_bounded_and_the_oldest_go(store, tmp_path):
     assert value_of(store.load(KEY._replace(bucket="b5"))) == 5
 
 
+def test_learners_and_records_of_versions_take_no_places_from_each_other(store):
+    for n in range(MAX_STATES):  # as many classes get a version each
+        store.note_learned(f"v{n}", torch.tensor([n]))
+        store.save(KEY._replace(bucket=f"b{n}"), tensors(n), {"n": n})
+    assert [store.learned_by(f"v{n}") for n in range(MAX_STATES)] == [[n] for n in range(MAX_STATES)]
+    assert all(store.load(KEY._replace(bucket=f"b{n}")) for n in range(MAX_STATES))
+    store.note_learned("one-more", torch.tensor([1]))
+    assert store.learned_by("v0") == [] and store.learned_by("v1") == [1]
+
+
 def test_what_a_killed_writer_left_goes_after_a_while(store, tmp_path):
     store.save(KEY, tensors(1), {"n": 1})
     for name, age in (("old.tmp", 2 * learner_store.MAX_UNFINISHED_S), ("new.tmp", 0.0)):
