@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import logging
 import shutil
@@ -9,7 +11,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import IO, NamedTuple, Protocol
 
 from paceline.adapt.versions.export_drafter import ExportDrafterOptions, export_drafter
 from paceline.contracts import DesiredState, EngineFacts, Group, TrafficClasses, window_name
@@ -22,6 +24,8 @@ log = logging.getLogger(__name__)
 _TICK_S = 0.5
 _KEPT_FOLDERS = 8
 """Exported versions that stay on the disk, so that a recall need not export again."""
+_HELD = "held"
+"""File of a replica's folder that it holds a lock on: one that starts again may have another name."""
 
 
 class Staged(NamedTuple):
@@ -90,6 +94,7 @@ class OneDrafterDriver:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     """Of what is served; held while the engine is spoken to, not while a version is written."""
     _staging: threading.Lock = field(default_factory=threading.Lock)
+    _held: IO[bytes] | None = None
     _is_away: bool = False
     """The engine did not answer the latest look."""
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -122,6 +127,8 @@ class OneDrafterDriver:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(5.0)
+        if self._held is not None:
+            self._held.close()
 
     def _run(self) -> None:
         window_s, said = self.facts.window_s, ""
@@ -174,6 +181,8 @@ class OneDrafterDriver:
         with self._staging:
             if version in self._staged:
                 return True
+            if self._held is None:
+                self._hold()
             folder = self.folder / version
             if folder.is_dir():
                 shutil.rmtree(folder)
@@ -190,14 +199,29 @@ class OneDrafterDriver:
                 self._tidy()
             return True
 
+    def _hold(self) -> None:
+        """Hold the folder, and delete those of replicas that are gone, which nobody holds."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._held = (self.folder / _HELD).open("ab")
+        with contextlib.suppress(OSError):  # a file system without locks, where nothing is deleted
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for other in self.folder.parent.glob(f"*/{_HELD}"):
+            if other.parent != self.folder:
+                with contextlib.suppress(OSError), other.open("r+b") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(other.parent)
+
     def _tidy(self) -> None:
-        """Delete the oldest exported versions that nobody serves."""
+        """Delete the oldest exported versions that nobody serves, what was refused, and what an earlier process left."""
         kept = {self._live, self._loaded, self._canary[0], *self._routes.values()}
         if self._desired is not None:
             kept |= {self._desired.version, self._desired.first_version, self._desired.canary_version}
         for version in list(self._staged)[:-_KEPT_FOLDERS]:
             if version not in kept:
-                shutil.rmtree(self._staged.pop(version).file.parent, ignore_errors=True)
+                del self._staged[version]
+        for folder in self.folder.iterdir():
+            if folder.is_dir() and folder.name not in self._staged:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def publish(self, version: str) -> float:
         self._failures.pop(version, None)

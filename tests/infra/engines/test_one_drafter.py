@@ -49,15 +49,24 @@ def engine():
 
 
 @pytest.fixture
-def driver(engine, drafters, tmp_path):
+def make_driver(engine, drafters, tmp_path):
     facts = EngineFacts(
         kind="sglang", draft_shape="chain", max_draft_tokens=5, group_unit="time", window_s=WINDOW_S, timing="request",
         has_features=False,
     )  # fmt: skip
-    return OneDrafterDriver(
-        engine=engine, facts=facts, replica_id="r", folder=tmp_path / "exported", target=str(drafters.target),
-        registry=drafters.registry, clock=ManualClock(),
-    )  # fmt: skip
+
+    def make(replica_id):
+        return OneDrafterDriver(
+            engine=engine, facts=facts, replica_id=replica_id, folder=tmp_path / "exported" / replica_id,
+            target=str(drafters.target), registry=drafters.registry, clock=ManualClock(),
+        )  # fmt: skip
+
+    return make
+
+
+@pytest.fixture
+def driver(make_driver):
+    return make_driver("r")
 
 
 def go_live(driver, drafters, version, **fields):
@@ -104,6 +113,22 @@ def test_what_cannot_be_loaded_is_not_staged(driver, engine, drafters):
         driver.stage(drafters.other)
     engine.refused.clear()
     assert driver.stage(drafters.other), "it is written anew"
+
+
+def test_what_replicas_that_are_gone_have_written_is_deleted(make_driver, engine, drafters, tmp_path):
+    gone, lives, again = make_driver("gone"), make_driver("lives"), make_driver("again")
+    for driver in (gone, lives, again):
+        assert driver.stage(drafters.first)
+    engine.refused.add(drafters.other)
+    with pytest.raises(DrafterMismatchError):
+        again.stage(drafters.other)
+    gone.stop()
+    again.stop()
+    again = make_driver("again")
+    engine.refused.clear()
+    assert make_driver("new").stage(drafters.other) and again.stage(drafters.broken)
+    left = {str(path.parent.relative_to(tmp_path / "exported")) for path in tmp_path.glob("exported/*/*/config.json")}
+    assert left == {f"lives/{drafters.first}", f"new/{drafters.other}", f"again/{drafters.broken}"}
 
 
 def test_no_version_is_blamed_for_an_engine_that_is_away(driver, engine, drafters):
