@@ -40,9 +40,10 @@ def publish(core: Any, path: str, sha256: str, version: str, group: str) -> floa
         rpc("update_weights", kwargs={"update_info": {"path": path, "sha256": sha256}})
         rpc("finish_weight_update")
         core.set_weight_version(version)
-    log.switch(version, group, has_new_weights=bool(path))
-    if path and log.settings.stale_prefix == "reset":
-        core.scheduler.reset_prefix_cache()
+    log.switch(version, group)
+    if path:
+        is_reset = log.settings.stale_prefix == "reset" and core.scheduler.reset_prefix_cache()
+        log.has_stale_blocks = not is_reset  # vLLM refuses while a request has blocks
     return 1e3 * (time.perf_counter() - started)
 
 

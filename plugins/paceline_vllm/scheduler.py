@@ -59,17 +59,16 @@ class RoundLog:
         self._is_training = False
         self._draft_tokens: int | None = None
         self._recent = RecentRows()
-        self._has_stale_blocks = False
+        self.has_stale_blocks = False
+        """Prefixes may lie in the cache that another drafter than the present one has filled."""
         self.num_stale = self.num_mixed = 0
         """Requests that began with cached blocks of another drafter; requests that lived through a switch."""
         self._last_end = 0.0
 
     # ---- calls of the engine
-    def switch(self, version: str, group: str, *, has_new_weights: bool) -> None:
+    def switch(self, version: str, group: str) -> None:
         self._num_switches += version != self._version  # one drafter in two groups is no mixture
         self._version, self._group = version, group
-        if has_new_weights:
-            self._has_stale_blocks = self.settings.stale_prefix != "reset"
 
     def control(self, is_training: bool, draft_tokens: int | None) -> None:
         self._is_training, self._draft_tokens = is_training, draft_tokens
@@ -118,9 +117,9 @@ class RoundLog:
         """Requests that a step begins with, and whether cached blocks of another drafter are under them."""
         for request in new:
             entry = self.open(requests[request.req_id])
-            if self._has_stale_blocks and request.num_computed_tokens > 0:
+            if self.has_stale_blocks and request.num_computed_tokens > 0:
                 self.num_stale += 1
-                if self.settings.stale_prefix == "asked" and entry.group != Group.PLAIN:
+                if self.settings.stale_prefix != "count" and entry.group != Group.PLAIN:
                     entry.group = ASKED_GROUP
 
     def take_ended(self, request_ids: set[str]) -> dict[str, Ended]:

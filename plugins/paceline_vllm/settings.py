@@ -30,7 +30,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """One drafter serves all requests at a time; which one is drawn anew so often, by the shares of hold-back and canary."""
     stale_prefix: str = "asked"
     """Requests that begin with cached blocks of another drafter: 'asked' = evidence of nothing, 'count' = like others,
-    'reset' = there are none, since a switch empties the prefix cache."""
+    'reset' = as 'asked', and a switch empties the prefix cache where no request runs: vLLM refuses otherwise."""
     adapts_length: bool = True
     """Drafts are cut to what is worth verifying (infra/engines/draft_length.py); false: always the whole chain."""
     trace_share: float = 1.0
