@@ -52,7 +52,12 @@ export const number = (v, digits = 2) => (v === null || v === undefined ? "-" : 
 export const whole = (v) => (v === null || v === undefined ? "-" : Math.round(v).toLocaleString("en"));
 export const signed = (v, digits = 1) => (v === null || v === undefined ? "-" : (v > 0 ? "+" : "") + number(v, digits));
 export const short = (version) => (version || "none").slice(0, 12);
-export const clock = (ts) => (ts ? new Date(ts * 1000).toLocaleTimeString("en", { hour12: false }) : "-");
+/** The time, with its day unless that is today's. */
+export function clock(ts) {
+  if (!ts) return "-";
+  const at = new Date(ts * 1000), time = at.toLocaleTimeString("en", { hour12: false });
+  return at.toDateString() === new Date().toDateString() ? time : `${at.toLocaleDateString("en", { month: "short", day: "numeric" })}, ${time}`;
+}
 
 /** '12 s ago', '4 min ago'. */
 export function ago(ts, now) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -197,6 +198,12 @@ def test_the_choice_of_a_version_says_what_it_does_now(place: Place, shared_redi
         scene.run(20, ["math"])
         watch.wait(f"{live} === '{other}'")
         watch.check_clean(url)
+
+
+def test_times_of_other_days_have_their_day(place: Place, open_page: Watch) -> None:
+    clock = "async (s) => (await import(`${location.pathname}/static/dom.js`)).clock(Date.now() / 1000 - s)"
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", open_page.page.evaluate(clock, 0))
+    assert re.fullmatch(r"[A-Z][a-z]{2} \d+, \d\d:\d\d:\d\d", open_page.page.evaluate(clock, 86_400))
 
 
 def test_names_that_begin_alike_have_bars_of_their_own(place: Place) -> None:
