@@ -14,7 +14,7 @@ from paceline.bandit.beliefs.arms import default_arms
 from paceline.bandit.beliefs.belief import BucketBelief
 from paceline.bandit.beliefs.observation import HostContext, fold
 from paceline.bandit.controller.decision_log import FeedbackLine, feedback_line
-from paceline.bandit.controller.epoch import close_epoch, drop_bucket, learn_history, part_bucket
+from paceline.bandit.controller.epoch import begin_bucket, close_epoch, drop_bucket, learn_history, part_bucket
 from paceline.bandit.controller.jobs import finish_job
 from paceline.bandit.controller.policy_inputs import build_view, remember_epoch
 from paceline.bandit.controller.state import (
@@ -80,9 +80,15 @@ class Controller:
         """A bucket is told apart no longer: its place went to another one."""
         drop_bucket(self._state, name)
 
-    def part_bucket(self, name: str, whole: str) -> None:
-        """Who made the versions of a bucket and what they have learned holds in a part of it that is told apart from now on, too."""
-        part_bucket(self._state, name, whole)
+    def begin_bucket(self, name: str, now: float, num_rows: int) -> None:
+        """The class behind a bucket has ended: what comes under its name, and rows behind the `num_rows` written so far, is another
+        kind of text."""
+        begin_bucket(self._state, name, now, num_rows)
+
+    def part_bucket(self, name: str, whole: str, now: float, num_rows: int) -> None:
+        """Who made the versions of a bucket and what they have learned holds in a part of it that is told apart from now on, too;
+        num_rows: as for `begin_bucket`."""
+        part_bucket(self._state, name, whole, now, num_rows)
 
     def tick(self, now: float, context: HostContext) -> list[Decision]:
         """New decisions; [] between epoch ends. At most one of them is not 'hold'.

@@ -89,15 +89,24 @@ def drop_bucket(state: ControllerState, name: str) -> None:
         state.regime.forget(name)
 
 
-def part_bucket(state: ControllerState, name: str, whole: str) -> None:
+def begin_bucket(state: ControllerState, name: str, now: float, num_rows: int) -> None:
+    """Believe nothing of a bucket whose name is another kind of text's from now on.
+
+    num_rows: ever written under its name; whatever manifests say of versions for it, they say of that text.
+    """
+    drop_bucket(state, name)
+    for rows in state.learned.values():
+        rows.pop(name, None)
+    state.buckets[name] = BucketRegime(now, rows_at_start=num_rows, num_alarms=int(num_rows > 0))
+
+
+def part_bucket(state: ControllerState, name: str, whole: str, now: float, num_rows: int) -> None:
     """Let a new bucket, so far a part of another one, begin with whose its versions are and what they have learned.
 
     Lengths are left out: its text may be the reason why it is apart, and where drafting does not pay its own few rounds would not
     outweigh them for minutes.
     """
-    drop_bucket(state, name)
-    for rows in state.learned.values():
-        rows.pop(name, None)
+    begin_bucket(state, name, now, num_rows)
     if whole in state.owners:
         state.owners[name] = dict(state.owners[whole])
     for rows in state.learned.values():

@@ -180,7 +180,7 @@ class Lives:
     def inherit(self, bucket: str, whole: str, now: float) -> None:
         """Let a class that was a part of another one so far keep the version of that one."""
         base = self._books.desired
-        self._policy.part_bucket(bucket, whole)
+        self._policy.part_bucket(bucket, whole, now, self._state.rows_written.get(bucket, 0))
         if base is None or whole not in base.class_versions or bucket in base.class_versions:
             return
         reason = f"class {bucket} was a part of {whole} and keeps its version"

@@ -185,6 +185,7 @@ class Session:
             self.books.log("classes", {"rev": book.published.rev, "names": book.published.names})
             logger.info("traffic classes changed rev=%d number=%d", book.published.rev, len(book.published.names))
         for bucket in book.take_ended():  # its number may have gone to another kind of prompts
+            self.controller.begin_bucket(bucket, now, self.state.rows_written.get(bucket, 0))
             desired = self.books.desired
             if desired is not None and bucket in desired.class_versions:
                 reason = f"class {bucket} has ended; what comes under this name now is served by the live version"

@@ -100,7 +100,10 @@ class ScriptedController:
     def forget_bucket(self, name: str) -> None:
         self.forgotten.append(name)
 
-    def part_bucket(self, name: str, whole: str) -> None:
+    def begin_bucket(self, name: str, now: float, num_rows: int) -> None:
+        self.forgotten.append(name)
+
+    def part_bucket(self, name: str, whole: str, now: float, num_rows: int) -> None:
         self.parted.append((name, whole))
 
     def tick(self, now: float, context) -> list[Decision]:

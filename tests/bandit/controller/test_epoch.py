@@ -232,10 +232,35 @@ def test_a_bucket_that_was_a_part_of_another_keeps_whose_its_versions_are_and_wh
     state = service.controller._state
     state.owners["whole"], state.learned["v1"] = {"v1": 4}, {"whole": 5000, "other": 70}
     state.table.set_shadow("other", "v1", 1.1, 30)  # of a class that had this number before
-    service.controller.part_bucket("part", "whole")
-    service.controller.part_bucket("other", "never seen")
+    service.controller.part_bucket("part", "whole", service.clock.now(), 0)
+    service.controller.part_bucket("other", "never seen", service.clock.now(), 0)
     assert state.owner_of("part", "v1") == 4 and state.learned["v1"]["part"] == 5000
     assert "other" not in state.table.scores and "other" not in state.learned["v1"]
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+def test_of_a_name_that_another_kind_of_text_has_now_neither_rows_nor_manifests_count(is_part):
+    service = _Service()
+    state, scores = service.controller._state, {"a": {"v0": 2.0, "v1": 4.5}}
+
+    def rows_and_length(num_rows: int) -> tuple[int, tuple[float, float] | None]:
+        rows = {"a": num_rows}
+        service.context = HostContext(
+            live_version="v0", first_version="v0", rows=rows, rows_written=rows, versions=["v0", "v1"], shadow=scores,
+            learned_rows={"v1": rows},
+        )  # fmt: skip
+        service.epoch(a=20, whole=20)
+        belief = bucket_beliefs(state, PolicyConfig(), service.context)["a"]
+        return belief.usable_rows, state.table.estimate("a", "v1")
+
+    usable, length = rows_and_length(4000)
+    assert usable == 4000 and length is not None
+    if is_part:
+        service.controller.part_bucket("a", "whole", service.clock.now(), 4000)
+    else:
+        service.controller.begin_bucket("a", service.clock.now(), 4000)
+    assert rows_and_length(4000) == (0, None)
+    assert rows_and_length(4500) == (500, None)
 
 
 def test_a_part_is_believed_to_be_what_it_is_and_not_what_its_whole_was():
@@ -244,7 +269,7 @@ def test_a_part_is_believed_to_be_what_it_is_and_not_what_its_whole_was():
         service.epoch(whole=20)
     table = service.controller._state.table
     table.set_shadow("whole", "v0", 2.0, 30)
-    service.controller.part_bucket("part", "whole")
+    service.controller.part_bucket("part", "whole", service.clock.now(), 0)
     assert table.estimate("whole", "v0")[0] == pytest.approx(2.0) and table.estimate("part", "v0") is None
     service.epoch(part=2, num_rounds=36)
     assert table.estimate("whole", "v0")[0] == pytest.approx(2.0)

@@ -297,6 +297,7 @@ def test_the_version_of_a_class_that_ends_is_not_passed_on_with_its_number(host,
     settle(host)
     assert read_desired(client, keys).class_versions == {"~class-2": "v3"} and host.session.state.classes.ended == []
     assert host.snapshot().notes[-1].text.startswith("class ~class-1 has ended") and status(host, "v2") == S.RETIRED
+    assert set(host.session.controller.forgotten) >= {"~class-1"}, "nor is what the policy believes of it"
 
 
 def test_a_version_that_no_class_has_room_for_is_no_order_that_was_carried_out(host, client, keys, monkeypatch):
