@@ -195,6 +195,8 @@ class Orders:
         desired = self._books.desired
         if desired is None or self._state.pending is not None or self._is_foreign_live(desired):
             raise ValueError("a training job is in flight, or no drafter of this target is live yet; try again later")
+        if (canary := self._state.rollout.canary) is not None:
+            raise ValueError(f"drafter {canary.version} is on trial; wait for its verdict, or pin or roll back")
         now = self._books.clock.now()
         decision = self._policy.train_now(bucket, arm, now, self._context(desired, now))
         self._act(decision, now)

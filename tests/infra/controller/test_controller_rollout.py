@@ -40,6 +40,14 @@ def test_the_first_drafter_is_live_and_nothing_is_on_trial(host):
     assert host.snapshot().canary is None
 
 
+def test_a_job_ordered_during_a_trial_is_refused_for_the_trial(host):
+    host.session.orders.canary("v2")
+    settle(host)
+    with pytest.raises(ValueError, match="v2 is on trial; wait for its verdict"):
+        host.session.orders.train("math")
+    assert host.session.state.pending is None
+
+
 def test_accepted_training_goes_through_a_canary_to_live(host, client, keys, replicas, wait_until):
     host.session.controller.queue.append(decision(1, "train", arm="full"))
     settle(host, 1)
