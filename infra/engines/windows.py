@@ -23,6 +23,8 @@ from paceline.serving.engine.buckets import DEFAULT_BUCKET
 MAX_BUCKETS = 64
 _MEMORY_S = 20.0
 """Rows of a class count for as long when it is asked which one has most traffic."""
+_FORGOTTEN = 0.01
+"""Rows left of a class that gives up its place: 90 s after a single one, 5 minutes after 10,000."""
 
 
 class RecentRows:
@@ -40,8 +42,12 @@ class RecentRows:
         self._rows[bucket] = (self._faded(bucket, now) + num_rows, now)
 
     def now(self, now: float) -> dict[str, float]:
-        """Class -> its rows of late."""
-        return {bucket: self._faded(bucket, now) for bucket in self._rows}
+        """Class -> its rows of late. Those that nobody has named for minutes are forgotten and leave room for others."""
+        rows = {bucket: self._faded(bucket, now) for bucket in self._rows}
+        for bucket, num_rows in rows.items():
+            if num_rows < _FORGOTTEN:
+                del self._rows[bucket]
+        return rows
 
     def _faded(self, bucket: str, now: float) -> float:
         rows, at = self._rows.get(bucket, (0.0, now))

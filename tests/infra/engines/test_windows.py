@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from paceline.contracts import DesiredState, Group, window_name
-from paceline.infra.engines.windows import served_now
+from paceline.infra.engines.windows import MAX_BUCKETS, RecentRows, served_now
 
 
 def desired(**fields):
@@ -53,3 +53,13 @@ def test_a_canary_of_a_class_is_tried_while_that_class_has_most_traffic():
 def test_a_canary_of_all_is_not_tried_on_a_class_with_a_version_of_its_own():
     wanted = desired(canary_version="new", canary_percent=90, class_versions={"math": "maths"})
     assert {v for _, v in draws(wanted, {"math": 1.0}, 200)} == {"maths"}
+
+
+def test_names_that_nobody_sends_any_more_leave_room_for_others():
+    recent = RecentRows()
+    for i in range(MAX_BUCKETS):
+        recent.add(recent.bucket(f"invented-{i}"), 100, now=0.0)
+    recent.add("invented-0", 100, now=200.0)
+    assert recent.bucket("chat") == "default" and recent.bucket("invented-1") == "invented-1"
+    assert len(recent.now(200.0)) == MAX_BUCKETS and set(recent.now(201.0)) == {"invented-0"}
+    assert recent.bucket("chat") == "chat"
