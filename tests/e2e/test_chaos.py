@@ -23,7 +23,7 @@ def test_faults_of_every_kind_take_no_token_and_all_comes_back(tmp_path: Path) -
     write_model(tmp_path / "model")
     write_drafter(tmp_path / "drafter", read_target(tmp_path / "model"), seed=0)
     options = ChaosOptions(
-        num_faults=1, seed=SEED, is_resuming_answers=True, width=3, pause_s=0.2, model=str(tmp_path / "model"),
+        num_faults=1, seed=SEED, is_resuming_answers=True, width=3, pause_s=0.8, model=str(tmp_path / "model"),
         drafter=str(tmp_path / "drafter"), resume=tmp_path / "run", json=tmp_path / "r.json", html=tmp_path / "r.html",
     )  # fmt: skip
     options = dataclasses.replace(options, num_faults=len(options.drawn()))
