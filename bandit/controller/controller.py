@@ -174,6 +174,7 @@ class Controller:
     ) -> Decision:
         """A decision with the next id; `known` are fields that differ from those of an action that changes nothing."""
         self._state.next_decision_id += 1
+        self._state.num_decisions[action] = self._state.num_decisions.get(action, 0) + 1
         chosen = {} if choice is None else {name: getattr(choice, name) for name in ("bucket", "propensity", "reason")}
         fields: dict[str, Any] = {
             "bucket": "", "arm": None, "version": None, "propensity": 1.0,

@@ -77,6 +77,8 @@ class ControllerState(msgspec.Struct):
     """Newest epoch that went to the decision log."""
     epoch_start: float | None = None
     next_decision_id: int = 1
+    num_decisions: dict[str, int] = {}
+    """Action -> decisions."""
     num_rows_dropped: int = 0
     context: HostContext | None = None
 

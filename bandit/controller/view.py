@@ -58,6 +58,8 @@ class PolicyView(msgspec.Struct, frozen=True, kw_only=True):
     bank_s: float
     job: JobRecord | None
     slowdown: float
+    num_decisions: dict[str, int]
+    """Action -> decisions since the policy's state began."""
     num_jobs_learned: int
     num_rows_dropped: int
 
@@ -92,6 +94,7 @@ def policy_view(
         bank_s=balance_s,
         job=state.job,
         slowdown=state.costs.slowdown,
+        num_decisions=state.num_decisions,
         num_jobs_learned=state.gains.num_jobs,
         num_rows_dropped=state.num_rows_dropped,
     )

@@ -6,7 +6,6 @@ docs/metrics.md is the tables in words: `python tests/helpers/metrics_page.py`.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 from types import SimpleNamespace
@@ -92,7 +91,7 @@ _TABLE: tuple[tuple[MetricSpec, Callable[[Snapshot], Value]], ...] = (
     (controller_spec("replicas_alive", "gauge", "1", "Replicas with a fresh report"), lambda s: len(s.replicas)),
     (controller_spec("replicas_converged", "gauge", "1", "Replicas that run the desired generation"), lambda s: sum(r.gen == s.gen for r in s.replicas)),
     (controller_spec("training_jobs_running", "gauge", "1", "Training jobs in flight"), lambda s: s.job is not None),
-    (controller_spec("decisions", "counter", "1", "Decisions kept in the log, by action", "action"), lambda s: {(action,): n for action, n in Counter(d.action for d in s.decisions).items()}),
+    (controller_spec("decisions", "counter", "1", "Decisions of the policy, by action", "action"), lambda s: None if s.bandit is None else {(action,): n for action, n in s.bandit.num_decisions.items()}),
     (controller_spec("ledger_seconds", "gauge", "s", "Device-seconds spent or saved, by kind", "kind"), lambda s: {(kind,): seconds for kind, seconds in s.ledger.by_kind.items()}),
     (controller_spec("ledger_net_seconds", "gauge", "s", "Device-seconds saved minus spent"), lambda s: s.ledger.net_s),
     (controller_spec("ledger_net_bound_seconds", "gauge", "s", "95% interval of the net; bound is lower or upper", "bound"), lambda s: dict(zip((("lower",), ("upper",)), net_interval(s)[1:], strict=True))),

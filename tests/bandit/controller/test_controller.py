@@ -1,3 +1,5 @@
+from collections import Counter
+
 import msgspec
 import numpy as np
 import pytest
@@ -59,6 +61,7 @@ def test_the_ledger_agrees_with_the_decisions_and_the_drained_entries():
             assert e.entry_id not in entries
             entries[e.entry_id] = e
     assert w.controller.check(entries.values()) == []
+    assert w.controller.snapshot().num_decisions == Counter(d.action for d in log.values())
     spent = sum(e.seconds for e in entries.values() if e.kind != "saving")
     assert spent == pytest.approx(sum(d.realised_cost_s or 0.0 for d in log.values()))
     saved = sum(e.seconds for e in entries.values() if e.kind == "saving")

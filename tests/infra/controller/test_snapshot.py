@@ -53,7 +53,7 @@ GOLDEN = {
     "errors": "count last",
     "bandit": (
         "policy epoch pinned barred beliefs scores regime_age_s horizon_s regime_starts arms posterior drift_alarms "
-        "ledger bank_s job slowdown num_jobs_learned num_rows_dropped"
+        "ledger bank_s job slowdown num_decisions num_jobs_learned num_rows_dropped"
     ),
     "bandit.beliefs.math": (
         "bucket load time_per_token_s round_s plain_token_s length length_se usable_rows fresh_rows learned_rows learner_rows learner_parameters unsure "

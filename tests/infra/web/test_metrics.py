@@ -82,7 +82,7 @@ def test_every_metric_of_the_table_is_exposed():
     snapshot = Snapshot(
         redis_up=True, epoch=3, gen=2, errors=ControllerErrors(count=1), replicas=replicas, ts=90.0, age_s=3.0, is_paused=True,
         ledger=LedgerSums(net_s=1.5, by_kind={"training": 2.0}), decisions=[decision(1, "hold")],
-        bandit=replace(controller.snapshot(), bank_s=7.0, drift_alarms={"math": 2}),
+        bandit=replace(controller.snapshot(), bank_s=7.0, drift_alarms={"math": 2}, num_decisions={"hold": 9000}),
         rollout=CanaryRollout(version="v2", share_percent=10, num_requests=9, num_canary_requests=2, ratio=1.1),
         buckets=bucket_traffic(sample([row(0, ts=100.0), row(1, group="static", ts=100.0)]), 101.0),
         feedback=FeedbackCounts(delivered=2, duplicates=0, missing_batches=0, lost_entries=0, lag=0),
@@ -94,6 +94,7 @@ def test_every_metric_of_the_table_is_exposed():
         assert f"\n{spec.name}{suffix}" in text, spec.name
     assert 'paceline_acceptance_length{bucket="math",group="adaptive",model="m"} 3.0' in text
     assert 'paceline_class_share{bucket="~class-1",model="m"} 0.75' in text
+    assert 'paceline_decisions_total{action="hold",model="m"} 9000.0' in text, "not of those that are kept alone"
     assert 'paceline_replicas_converged{model="m"} 1.0' in text
     assert 'paceline_controller_paused{model="m"} 1.0' in text and 'paceline_controller_pinned{model="m"} 0.0' in text
     assert 'paceline_canary_requests{model="m",role="incumbent"} 7.0' in text
