@@ -58,7 +58,7 @@ class PolicyView(msgspec.Struct, frozen=True, kw_only=True):
     bank_s: float
     job: JobRecord | None
     slowdown: float
-    num_decisions: dict[str, int]
+    num_decisions: dict[str, int] = {}
     """Action -> decisions since the policy's state began."""
     num_jobs_learned: int
     num_rows_dropped: int
