@@ -113,7 +113,7 @@ class Site:
         return ("w2", "w1") if home != "w2" else ("w1", "w2")
 
     def load(self) -> Load:
-        return Load(self.url, ask_one, width=WIDTH, pause_s=0.3)
+        return Load(self.url, ask_one, width=WIDTH, pause_s=0.8)
 
     def num_folded(self) -> int:
         return int(fresh_state(self.url)["feedback"]["delivered"])

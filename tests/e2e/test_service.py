@@ -58,7 +58,7 @@ from tests.helpers.service_load import (
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 LOAD_AFTER_KILL_S = 5.0
-PAUSE_S = 0.1
+PAUSE_S = 0.3
 """Of a client before its next request: what is done meanwhile has a core for itself most of the time."""
 
 
