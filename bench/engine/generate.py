@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 from typing import Annotated as A
 
 from rich.console import Console
@@ -14,6 +16,7 @@ from paceline.errors import RequestError
 from paceline.paths import default_drafter, resolve_model
 from paceline.records import DRAFTERS, DTYPES, Model, Setting, record
 from paceline.serving.sampling.request import SamplingParams
+from paceline.serving.sampling.text_stream import TextStream, TokenText
 
 if TYPE_CHECKING:
     from paceline.bench.engine.arms import GroupTiming
@@ -71,10 +74,7 @@ def run_generate(options: GenerateOptions, console: Console) -> None:
     first = runs[Group.ADAPTIVE][-1]
     (token_ids,), (rounds,), (last,) = first.token_ids, first.rounds, first.last
     accepted = [False, *(i < r.num_accepted_tokens for r in rounds for i in range(r.num_emitted_tokens))]
-    answer = Text()
-    for token, is_accepted in zip(token_ids, accepted, strict=True):
-        answer.append(target.tokenizer.decode([token]), style="bold green" if is_accepted else "")
-    console.print(answer)
+    console.print(marked_text(target.tokenizer, ids, token_ids, accepted))
     stats = last.stats
     console.print(
         f"\n{len(token_ids)} tokens in {stats.num_rounds} rounds (green: accepted draft tokens), acceptance length "
@@ -88,3 +88,16 @@ def run_generate(options: GenerateOptions, console: Console) -> None:
         a, b = (sum(r.num_tokens for r in runs[g]) / sum(r.seconds for r in runs[g]) for g in order)
         same = first.token_ids == runs[Group.PLAIN][-1].token_ids
         console.print(f"ratio {a / b:.2f}; the two texts are {'identical' if same else 'different (rounding: near ties)'}", highlight=False)  # fmt: skip
+
+
+def marked_text(
+    tokenizer: Any, prompt_ids: Sequence[int], token_ids: Sequence[int], is_accepted: Sequence[bool]
+) -> Text:
+    """The answer with accepted draft tokens in green; a character of several tokens is as its last one is."""
+    stream = TextStream(TokenText(tokenizer), prompt_token_ids=prompt_ids, skip_special=False)
+    stream.push(token_ids)
+    stream.finish()
+    marked = Text()
+    for (begin, end), accepted in zip(pairwise([*stream.starts, len(stream.text)]), is_accepted, strict=True):
+        marked.append(stream.text[begin:end], style="bold green" if accepted else "")
+    return marked
