@@ -104,7 +104,8 @@ def run_export(options: ExportOptions, console: Console, *, clock: Clock | None 
             raise PacelineError("there is nothing to export: " + "; ".join(manifest["missing"]))
         (part / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
     for name, facts in manifest["files"].items():
-        console.print(f"{name}: {facts['rows']} rows, {facts['bytes']} bytes", highlight=False)
+        rows = "tensors" if facts["rows"] is None else f"{facts['rows']} rows"
+        console.print(f"{name}: {rows}, {facts['bytes']} bytes", highlight=False)
     for sentence in manifest["missing"]:
         console.print(f"not exported: {sentence}", highlight=False)
     console.print(f"written to {options.out}", highlight=False, soft_wrap=True)

@@ -273,6 +273,7 @@ def test_the_command_writes_and_reports(served, tmp_path):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "decisions.jsonl: 2 rows" in result.output and "traces.jsonl: 2 rows" in result.output
+    assert ".safetensors: tensors, " in result.output and "None" not in result.output
     assert set(WHAT) == {"decisions", "ledger", "traces", "feedback"}
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
         "decisions.jsonl",
