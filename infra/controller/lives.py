@@ -264,6 +264,10 @@ class Lives:
         self, base: DesiredState, version: str, reason: str, now: float, decision_id: int, *, bucket: str, arm: str,
         scope: str = "",
     ) -> None:  # fmt: skip
+        if version in (base.version, base.canary_version, *base.class_versions.values()):
+            raise DrafterMismatchError(
+                f"drafter {version} is live or on trial already; name another version, or assign it"
+            )
         if self._state.rollout.canary is not None:
             self._close_canary(Verdict(outcome=Outcome.RETIRED, reason=f"superseded by {version}"), now)
         self.book_swap(now, is_superseded=True)
@@ -410,10 +414,6 @@ class Lives:
         if base is None or config.canary_percent == 0:
             raise DrafterMismatchError(
                 "canaries are off (rollout.canary_percent is 0) or nothing is live; pin the version"
-            )
-        if version in (base.version, base.canary_version, *base.class_versions.values()):
-            raise DrafterMismatchError(
-                f"drafter {version} is live or on trial already; name another version, or assign it"
             )
         if bucket:
             _check_room(base, bucket)

@@ -185,6 +185,19 @@ def test_a_version_that_served_before_needs_no_guard_and_without_a_hold_back_the
     host.stop()
 
 
+def test_a_version_under_a_guard_of_before_begins_no_canary_elsewhere_and_the_policy_hears_of_it(
+    shared_redis, host, client, keys, tmp_path
+):
+    publish(host)
+    host.stop()
+    other = make_host(shared_redis.url, keys, tmp_path, policy=PolicyConfig(holdback_percent=0))
+    other.connect()
+    settle(other)
+    publish(other, decision_id=2, bucket="code")
+    assert other.session.controller.canaries == [(2, "refused")] and other.session.state.rollout.canary is None
+    assert read_desired(client, keys).class_versions == {"math": "v2"} and status(other, "v2") == S.LIVE
+
+
 def test_where_everybody_is_held_back_there_is_no_guard(shared_redis, client, keys, tmp_path, seeded):
     host = make_host(shared_redis.url, keys, tmp_path, policy=PolicyConfig(holdback_percent=100))
     host.connect()
