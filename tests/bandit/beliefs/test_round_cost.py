@@ -74,7 +74,9 @@ def test_the_price_of_drafting_outlasts_a_time_without_drafts_but_a_few_rounds_s
 
 def _plain_sums(draft_ratio: float, num_rounds: int = 40) -> FeedbackSums:
     sizes = {4: SizeSums(num_rounds=num_rounds, plain_s=0.005 * num_rounds, num_tokens=num_rounds, plain_tokens=num_rounds, draft_ratio=draft_ratio)}  # fmt: skip
-    cell = CellSums(bucket="a", group="adaptive", version="v0", requests={"q": RequestSums(0.2, num_rounds)}, sizes=sizes)
+    cell = CellSums(
+        bucket="a", group="adaptive", version="v0", requests={"q": RequestSums(0.2, num_rounds)}, sizes=sizes
+    )
     return FeedbackSums(cells=[cell])
 
 
