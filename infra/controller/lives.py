@@ -15,7 +15,7 @@ import msgspec
 from paceline.adapt.versions.lifecycle import JOB_PREFIX, DrafterStatus, Transition
 from paceline.adapt.versions.pool import best_versions, choose_evictions
 from paceline.contracts import DesiredState, EngineFacts, FeedbackBatch, ReplicaReport, TrainJob, TrainResult
-from paceline.errors import DrafterMismatchError, PacelineError
+from paceline.errors import DrafterMismatchError, PacelineError, RequestError
 from paceline.infra.controller import rollout
 from paceline.infra.controller.rollout import Canary, Outcome, Verdict
 from paceline.infra.controller.store import Books, SwapInFlight
@@ -522,7 +522,7 @@ class Lives:
 
         Without a name: the live version for all classes that the policy gave others, and where there are none the version
         that was the default before.
-        Raises: PacelineError when there is none, ManifestError, DrafterMismatchError.
+        Raises: RequestError when there is none, PacelineError before anything is live, ManifestError, DrafterMismatchError.
         """
         desired = self._state.desired
         if desired is None:
@@ -530,8 +530,8 @@ class Lives:
         given = sorted({v for b, v in desired.class_versions.items() if b not in self._state.assigned})
         back = version or (desired.version if given else self.version_before(desired))
         if back is None:
-            raise PacelineError(
-                f"{desired.version} is the only version that was ever live; pin one of `paceline versions`"
+            raise RequestError(
+                f"{desired.version} is the only version that was ever live; pin one of `paceline versions list`"
             )
         self._around.servable_manifest(back)
         left = ", ".join(given) if given else desired.version

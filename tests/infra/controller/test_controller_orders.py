@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from paceline.contracts import ReplicaReport
-from paceline.errors import ManifestError, PacelineError
+from paceline.errors import ManifestError, PacelineError, RequestError
 from paceline.infra.controller.orders import CommandQueue, outcome
 from paceline.infra.controller.snapshot import Swaps
 from paceline.infra.state.desired import commit_desired, read_desired, write_report
@@ -161,7 +161,7 @@ def test_operator_pins_rolls_back_and_is_refused_with_a_reason(host, client, key
 
 def test_rollback_without_a_past_says_so(host):
     settle(host)
-    with pytest.raises(PacelineError, match="only version that was ever live"):
+    with pytest.raises(RequestError, match="only version that was ever live"):
         host.session.orders.rollback()
 
 

@@ -8,7 +8,7 @@ import torch
 
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.contracts import ReplicaReport
-from paceline.errors import DrafterMismatchError, PacelineError
+from paceline.errors import DrafterMismatchError, RequestError
 from paceline.infra.state.desired import commit_desired, ensure_first_version, read_desired, write_report
 from paceline.machine import ManualClock
 from tests.helpers.hosts import make_host, settle
@@ -80,7 +80,7 @@ def test_pin_and_rollback_refuse_another_target_with_the_reason(host, client, ke
 
 
 def test_rollback_leads_to_no_other_target(host, client, keys, versions):
-    with pytest.raises(PacelineError, match="only version that was ever live"):
+    with pytest.raises(RequestError, match="only version that was ever live"):
         host.session.orders.rollback()
     host.session.orders.pin(versions.trained)
     settle(host)
