@@ -91,9 +91,9 @@ class RoundCosts(msgspec.Struct):
 
     def round_s(self, bucket: str) -> float | None:
         """Seconds of a drafted round at the batch sizes that the bucket is served at; None when none has a price."""
-        priced = [b for b in self.batches(bucket) if b.round_s is not None]
-        shares = sum(b.share for b in priced)
-        return sum(b.share * b.round_s for b in priced if b.round_s is not None) / shares if shares > 0 else None
+        priced = [(b.share, b.round_s) for b in self.batches(bucket) if b.round_s is not None]
+        shares = sum(share for share, _ in priced)
+        return sum(share * round_s for share, round_s in priced) / shares if shares > 0 else None
 
     def batches(self, bucket: str) -> list[BatchCost]:
         """Price and share of each batch size with a price that the bucket is served at; [] when none has one."""

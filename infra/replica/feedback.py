@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import msgspec
 import numpy as np
@@ -53,12 +54,9 @@ def make_batch(
     rows = RoundStats(**RoundStats.columns_of(parts))
     sums = summed(rows)
     if draft_ratio is not None:
-        plain = [
-            (size, part) for c in sums.cells if c.version for size, part in c.sizes.items() if not part.drafted_rounds
-        ]
-        ratios = {size: draft_ratio(size) for size in {size for size, _ in plain}}
-        for size, part in plain:
-            part.draft_ratio = ratios[size]
+        for size, part in chain.from_iterable(cell.sizes.items() for cell in sums.cells if cell.version):
+            if not part.drafted_rounds:
+                part.draft_ratio = draft_ratio(size)
     tenants = {} if tenant_of is None else {cell.bucket: tenant_of(cell.bucket) for cell in sums.cells}
     return FeedbackBatch(
         replica_id=replica_id,
