@@ -102,7 +102,7 @@ def build(folder: Path = HERE) -> Path:
     with tempfile.TemporaryDirectory() as room:
         jobs: dict[Path, tuple[str, tuple[str, ...]]] = {
             Path(room, f"{n}.o"): (f"{n}.cpp", (f"-DSOURCE_VERSION={source_version()}",))
-            for n in ("isa", "threads", "trees")
+            for n in ("isa", "suffix", "threads", "trees")
         }
         jobs |= {
             Path(room, f"round_{isa}.o"): ("round.cpp", (*flags, f"-DISA={isa}")) for isa, flags in variants.items()

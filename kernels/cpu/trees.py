@@ -53,7 +53,7 @@ def load_trees() -> ctypes.CDLL | None:
     return library
 
 
-class _Record:
+class Record:
     """A record of the library that is filled at once."""
 
     def __init__(self, form: str) -> None:
@@ -92,7 +92,7 @@ class TreeMaker:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library, self._trees = library, library.trees_new()
         weakref.finalize(self, library.trees_free, self._trees)
-        self._proposal, self._growth = _Record("8q"), _Record("5q")
+        self._proposal, self._growth = Record("8q"), Record("5q")
         self._fields, self._nodes, self._scores = _Room(torch.int64), _Room(torch.int64), _Room(torch.float64)
         self._num_requests = self._num_drafted = 0
 
@@ -286,7 +286,7 @@ class KeySums:
         self.predicted, self.hits, self.kappa = np.zeros((3, 2 * num_slots * num_classes))
         self.blocks = np.zeros((2, 1, num_slots, num_classes), dtype=np.float32)
         """kappa as drafting adds it."""
-        self._record: _Record | None = None
+        self._record: Record | None = None
 
     def fold_natively(
         self,
@@ -306,7 +306,7 @@ class KeySums:
         if library is None:
             return False
         if self._record is None:
-            self._record = _Record("13q2d")
+            self._record = Record("13q2d")
             arrays = self.predicted, self.hits, self.kappa, self.blocks
             self._addresses = [torch.from_numpy(array).data_ptr() for array in arrays]
         parents, cells, cu_nodes = (_plain(columns[i], torch.int64) for i in (0, 1, 3))

@@ -7,7 +7,7 @@ Shape legend: B requests of the round, M best candidates of a request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -72,6 +72,15 @@ class BudgetController:
         if self._switch is None:
             return [key is not None for key in keys]
         return self._switch.wants(keys, context_rows, backlogs or [0] * len(keys), horizons or [1 << 30] * len(keys))
+
+    def rest(self, keys: Iterable[DraftKey], num_requests: int) -> int:
+        """How many rounds of the same requests need no decision: nothing is drafted and no probe begins. `skip` each."""
+        return 0 if self._switch is None else self._switch.rest(keys, num_requests)
+
+    def skip(self) -> None:
+        """A round passes without a decision."""
+        if self._switch is not None:
+            self._switch.skip()
 
     def choose(
         self, masses: np.ndarray, keys: Sequence[DraftKey | None], context_rows: int, num_drafting: int | None = None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from paceline.serving.budget.round_costs import RoundCosts
@@ -54,6 +54,9 @@ CONTACT = 8
 """Rounds after a change of mode in which the times of both modes are compared."""
 FREE_BACKLOG = 16
 """Rows that a drafter ingests in passing."""
+REST = 8
+"""Rounds that are decided at once where all classes are off and no probe is near: new text, waits and their costs on the
+host are looked at once for all of them."""
 _RATE = 0.1
 """Least weight of one round in a measured time."""
 _MAX_MISS = 0.7
@@ -190,6 +193,8 @@ class Switch:
         self._versions: OrderedDict[tuple[str, bool], _Class] = OrderedDict()
         """What all buckets of a version have shown, greedy and sampled apart: where new buckets begin."""
         self._sizes: dict[int, _Size] = {}
+        self._num_rounds = 1
+        """Rounds that the next decision stands for."""
         self._foretold: OrderedDict[tuple[str, str], float] = OrderedDict()
         """(version, bucket) -> acceptance length by exact replay, of which a class knows nothing better yet."""
 
@@ -245,6 +250,24 @@ class Switch:
             del self._versions[pair]
         for place in [k for k in self._foretold if k[0] == version]:
             del self._foretold[place]
+
+    def rest(self, keys: Iterable[DraftKey], num_requests: int) -> int:
+        """How many rounds from now on need no decision: no class of them drafts, and no probe begins.
+
+        keys: of the round's requests under drafters and texts, whether these expect something or not. Say `skip` of each
+        round without a decision; call behind `wants`.
+        """
+        rest, step = REST, _wait_step(num_requests)
+        for key in keys:
+            record = self.record(key, num_requests)
+            if record.state != "off":
+                return 0
+            rest = min(rest, math.ceil(record.wait / step))
+        return max(rest - 1, 0)
+
+    def skip(self) -> None:
+        """A round passes without a decision; the next one counts for it."""
+        self._num_rounds += 1
 
     def turns(
         self, keys: Sequence[DraftKey | None], text_keys: Sequence[DraftKey | None], context_rows: int
@@ -304,7 +327,7 @@ class Switch:
         if id(record) in waited:
             return
         waited.add(id(record))
-        record.wait -= max(1.0, num_waiting / WAIT_REQUESTS)
+        record.wait -= self._num_rounds * _wait_step(num_waiting)
         if record.wait <= 0:
             self._begin_probe(record, context_rows, num_requests)
 
@@ -331,6 +354,7 @@ class Switch:
             if key is not None:
                 rows.setdefault(key, []).append(i)
         if not rows:
+            self._num_rounds = 1
             return wants
         size = _log2_size(num_requests)
         probed: list[tuple[Record, list[int]]] = []
@@ -344,6 +368,7 @@ class Switch:
             if record.left == 0 and record.is_idle:
                 self._count_down(record, len(own), waited, context_rows, num_requests)
             (probed if record.left > 0 else known).append((record, own))
+        self._num_rounds = 1
         rate = self._switch(known, context_rows, num_requests)
         state = self._size(num_requests)
         if state.since_plain >= _wait(1 - 1 / rate, state.num_compared):
@@ -509,6 +534,11 @@ class Switch:
             record.num_times += share
             rate = max(_RATE, share / record.num_times)
             shared.time = record.time = max(time * math.exp(rate * share * miss), 1.0)
+
+
+def _wait_step(num_requests: int) -> float:
+    """What a round of so many requests takes off a wait."""
+    return max(1.0, num_requests / WAIT_REQUESTS)
 
 
 def _wait(cost: float, num_before: int) -> float:

@@ -1,18 +1,82 @@
-"""Suffix automaton: how often and when last every short piece of a growing text occurred, and what came next.
+"""Suffix automaton: how often and when last every short piece of a growing text occurred, and what may come next.
 
 A suffix automaton (Blumer et al. 1985) holds all pieces of a text in fewer than 2 n states and 3 n transitions, and takes
 each new token in O(1) amortised time. Occurrence counts are kept up to date as well, for pieces of at most max_length + 1
 tokens: behind each token that costs one visit for every state that ends there, at most max_length + 1, mostly a few.
 Arrays hold a state's first transition, because most states have no other.
+
+What may come next is estimated from the longest match of a text's end, blended with shorter ones, which occurred more often.
+This module says so in Python; where there is native code, kernels/cpu/suffix.py computes the same numbers.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 from array import array
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
+from typing import Any, Protocol
+
+import torch
+
+from paceline.kernels.cpu.suffix import NativeSuffixes, load_suffixes
 
 Match = tuple[int, int]
 """(state, length): the last `length` tokens of a text, found in `state`; (0, 0) = nothing matches."""
+Slots = list[list[tuple[int, float]]]
+"""Per slot the distinct (token, log-probability), best first; the first ones are the chain."""
+
+MAX_CONTEXT = 16
+"""Tokens of the longest match that is looked for."""
+MIN_CONTEXT = 2
+"""Tokens of the shortest match that counts."""
+_MAX_BLENDED = 3
+_NEWEST_BONUS = 2
+"""Occurrences that the newest one counts for beyond itself: what was written last is most likely to come again."""
+_MAX_NEXT = 8
+"""Tokens after one context that are looked at, the most frequent ones."""
+_MIN_MASS = 0.02
+"""The chain ends where its mass falls below this."""
+_MISS = [0.55 * 0.9 ** (n - MIN_CONTEXT) for n in range(MAX_CONTEXT + 1)]
+"""Assumed chance, by match length, that what follows is not what followed the one earlier occurrence; it falls with the
+root of their number, up to 4. Near the rates of ordinary code and prose; online calibration corrects it."""
+
+
+class Suffixes(Protocol):
+    """Makes automata and asks them what comes next."""
+
+    def automaton(self) -> Automaton:
+        """A new one, of an empty text."""
+
+    def longest(self, automata: Sequence[Any], token_ids: Sequence[int]) -> int:
+        """Tokens of the longest end of these that occurs in one of the texts with something behind it."""
+
+    def write_slots(
+        self,
+        automata: Sequence[Any],
+        token_ids: Sequence[int],
+        is_own_end: bool,
+        proposal: tuple[torch.Tensor, torch.Tensor],
+        row: int,
+    ) -> None:
+        """Write what is expected behind these tokens into a row of token ids and log-probabilities (F, S, K), contiguous.
+
+        is_own_end: they are the end of the first automaton's text.
+        """
+
+
+class Automaton(Protocol):
+    """Every piece of one text, with counts of the short ones. Token ids below 0 separate texts and are never proposed."""
+
+    num_tokens: int
+
+    @property
+    def num_matched(self) -> int:
+        """Tokens of the longest end of the text that occurs with something behind it."""
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Append tokens to the text."""
 
 
 class SuffixAutomaton:
@@ -58,6 +122,11 @@ class SuffixAutomaton:
         while state and self._length[self._link[state]] >= self.max_length:
             state = self._link[state]
         return state, min(length, self.max_length)
+
+    @property
+    def num_matched(self) -> int:
+        """Tokens of `ending`."""
+        return self.ending()[1]
 
     def advance(self, found: Match, token: int) -> Match:
         """The longest end of the matched tokens and one more that occurs."""
@@ -147,3 +216,91 @@ class SuffixAutomaton:
             state = link[state]
         link[whole] = part
         return part
+
+
+class HostSuffixes:
+    """The reference: automata in Python."""
+
+    def automaton(self) -> SuffixAutomaton:
+        """A new one, of an empty text."""
+        return SuffixAutomaton(MAX_CONTEXT)
+
+    def longest(self, automata: Sequence[SuffixAutomaton], token_ids: Sequence[int]) -> int:
+        """Tokens of the longest end of these that occurs in one of the texts with something behind it."""
+        return max((automaton.match(token_ids)[1] for automaton in automata), default=0)
+
+    def write_slots(
+        self,
+        automata: Sequence[SuffixAutomaton],
+        token_ids: Sequence[int],
+        is_own_end: bool,
+        proposal: tuple[torch.Tensor, torch.Tensor],
+        row: int,
+    ) -> None:
+        """Write the most frequent tokens behind these, and behind the chain of the best ones."""
+        found = [
+            (automaton, automaton.ending() if is_own_end and i == 0 else automaton.match(token_ids))
+            for i, automaton in enumerate(automata)
+        ]
+        _, num_slots, num_candidates = proposal[0].shape
+        slots: Slots = []
+        mass = 1.0
+        while len(slots) < num_slots and mass >= _MIN_MASS:
+            expected = _expected(found)[:num_candidates]
+            if not expected:
+                break
+            slots.append([(token, math.log(p)) for token, p in expected])
+            token, p = expected[0]
+            mass *= p
+            found = [(automaton, automaton.continued(automaton.advance(m, token))) for automaton, m in found]
+        write(slots, proposal, row)
+
+
+def _expected(found: list[tuple[SuffixAutomaton, Match]]) -> list[tuple[int, float]]:
+    """(token, estimated probability) of what comes next, most probable first."""
+    contexts = []
+    for automaton, match in found:
+        for _ in range(_MAX_BLENDED):
+            if match[1] < MIN_CONTEXT:
+                break
+            contexts.append((match[1], automaton, match[0]))
+            match = automaton.shorter(match)
+    contexts.sort(key=lambda context: -context[0])  # of equally long ones the request's own first
+    masses: dict[int, float] = {}
+    rest = 1.0
+    for length, automaton, state in contexts[:_MAX_BLENDED]:
+        followers = automaton.followers(state)
+        if not followers:
+            continue
+        num_seen = sum([count for _, count, _ in followers])
+        share = rest * (1.0 - _MISS[length] / math.sqrt(min(num_seen, 4)))
+        rest -= share
+        newest = max([end for _, _, end in followers]) if len(followers) > 1 else followers[0][2]
+        share /= num_seen + _NEWEST_BONUS
+        weights = [(token, count + _NEWEST_BONUS * (end == newest)) for token, count, end in followers]
+        if len(weights) > _MAX_NEXT:
+            weights = heapq.nlargest(_MAX_NEXT, weights, key=itemgetter(1))
+        for token, weight in weights:
+            masses[token] = masses.get(token, 0.0) + share * weight
+    return sorted(masses.items(), key=lambda pair: -pair[1])
+
+
+def write(slots: Slots, proposal: tuple[torch.Tensor, torch.Tensor], row: int) -> None:
+    """Write slots into a row of token ids and log-probabilities (F, S, K)."""
+    flat = [(s, k, t, p) for s, slot in enumerate(slots) for k, (t, p) in enumerate(slot)]
+    if flat:
+        s, k, t, p = zip(*flat, strict=True)
+        at = (torch.tensor(s), torch.tensor(k))
+        proposal[0][row][at] = torch.tensor(t)
+        proposal[1][row][at] = torch.tensor(p)
+
+
+def make_suffixes() -> Suffixes:
+    """The compiled ones, or those in Python where there is no native code."""
+    library = load_suffixes()
+    if library is None:
+        return HostSuffixes()
+    return NativeSuffixes(
+        library, misses=_MISS, min_mass=_MIN_MASS, min_context=MIN_CONTEXT, max_blended=_MAX_BLENDED,
+        newest_bonus=_NEWEST_BONUS, max_next=_MAX_NEXT,
+    )  # fmt: skip

@@ -19,23 +19,26 @@ in prediction by partial matching.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 
 import torch
 
 from paceline.errors import ConfigError
 from paceline.paths import TEXT_DRAFTERS
 from paceline.serving.drafters.interface import DrafterCaps, DraftInputs, Frontier, Proposal
-from paceline.serving.drafters.suffix_automaton import Match, SuffixAutomaton
+from paceline.serving.drafters.suffix_automaton import (
+    MAX_CONTEXT,
+    MIN_CONTEXT,
+    Automaton,
+    Slots,
+    Suffixes,
+    make_suffixes,
+    write,
+)
 from paceline.serving.target_model.device import upload
-
-Slots = list[list[tuple[int, float]]]
-"""Per slot the distinct (token, log-probability), best first; the first ones are the chain."""
 
 
 class TextDrafter:
@@ -62,18 +65,16 @@ class TextDrafter:
     def propose(self, inputs: DraftInputs) -> Proposal:
         """Slots below each anchor."""
         self.ingest(inputs)
-        pairs = zip(inputs.request_ids, inputs.histories, strict=True)
-        return self._pack([self.slots(request_id, history, ()) for request_id, history in pairs], inputs)
+        return self._pack([(i, ()) for i in range(len(inputs.request_ids))], inputs)
 
     def expand(self, inputs: DraftInputs, proposal: Proposal, frontier: Frontier) -> Proposal:
         """Slots below each leaf: what follows the text with the leaf's path as its end."""
         chains = proposal.token_ids[:, :, 0].tolist()
-        rows = []
+        rows: list[tuple[int, Sequence[int]]] = []
         for request, slot, token in zip(
             frontier.request.tolist(), frontier.slot.tolist(), frontier.token_ids.tolist(), strict=True
         ):
-            path = [*chains[request][:slot], token]
-            rows.append(self.slots(inputs.request_ids[request], inputs.histories[request], path))
+            rows.append((request, [*chains[request][:slot], token]))
         return self._pack(rows, inputs)
 
     def release(self, request_id: str) -> None:
@@ -84,28 +85,30 @@ class TextDrafter:
         """Take in what is new in the text of a request; `history` has only grown since the last call."""
         raise NotImplementedError
 
-    def slots(self, request_id: str, history: Sequence[int], path: Sequence[int]) -> Slots:
-        """What is expected after history + path, at most S slots of K tokens; call `follow` first."""
+    def write_slots(
+        self,
+        request_id: str,
+        history: Sequence[int],
+        path: Sequence[int],
+        proposal: tuple[torch.Tensor, torch.Tensor],
+        row: int,
+    ) -> None:
+        """Write what is expected after history + path into a row of token ids and log-probabilities (F, S, K), contiguous,
+        which hold zeros and -inf; call `follow` first."""
         raise NotImplementedError
 
     def expects(self, request_id: str, history: Sequence[int], tenant: str = "") -> bool:
         """Whether a proposal may hold anything: far cheaper than to make one. Takes in what is new in the text."""
         raise NotImplementedError
 
-    def _pack(self, rows: list[Slots], inputs: DraftInputs) -> Proposal:
+    def _pack(self, rows: list[tuple[int, Sequence[int]]], inputs: DraftInputs) -> Proposal:
+        """What comes after (request, path) in each row."""
         shape = (len(rows), self.caps.num_slots, self.caps.num_candidates)
-        token_ids = torch.zeros(shape, dtype=torch.int64)
-        logprobs = torch.full(shape, float("-inf"))
-        flat = [
-            (f, s, k, t, p) for f, row in enumerate(rows) for s, slot in enumerate(row) for k, (t, p) in enumerate(slot)
-        ]
-        if flat:
-            f, s, k, t, p = zip(*flat, strict=True)
-            at = (torch.tensor(f), torch.tensor(s), torch.tensor(k))
-            token_ids[at] = torch.tensor(t)
-            logprobs[at] = torch.tensor(p)
+        proposal = torch.zeros(shape, dtype=torch.int64), torch.full(shape, float("-inf"))
+        for row, (i, path) in enumerate(rows):
+            self.write_slots(inputs.request_ids[i], inputs.histories[i], path, proposal, row)
         device = inputs.anchor_token_ids.device
-        return Proposal(token_ids=upload(token_ids, device), logprobs=upload(logprobs, device), widths=None)
+        return Proposal(token_ids=upload(proposal[0], device), logprobs=upload(proposal[1], device), widths=None)
 
 
 _HIT_RATE = {4: 0.85, 3: 0.75, 2: 0.6}
@@ -131,11 +134,18 @@ class PromptLookupDrafter(TextDrafter):
         """Forget the request's occurrence table."""
         self._tables.pop(request_id, None)
 
-    def slots(self, request_id: str, history: Sequence[int], path: Sequence[int]) -> Slots:
-        """What followed the newest, longest match of the end of history + path."""
+    def write_slots(
+        self,
+        request_id: str,
+        history: Sequence[int],
+        path: Sequence[int],
+        proposal: tuple[torch.Tensor, torch.Tensor],
+        row: int,
+    ) -> None:
+        """Write what followed the newest, longest match of the end of history + path."""
         longest = max(_HIT_RATE)
         suffix = [*history[-longest:], *path][-longest:]
-        return self._slots(self._tables[request_id], history, suffix)
+        write(self._slots(self._tables[request_id], history, suffix), proposal, row)
 
     def expects(self, request_id: str, history: Sequence[int], tenant: str = "") -> bool:
         """Whether an end of the text occurred before."""
@@ -191,31 +201,17 @@ class _Occurrences:
         return out[:max_matches]
 
 
-MAX_CONTEXT = 16
-"""Tokens of the longest match that is looked for."""
-MIN_CONTEXT = 2
-"""Tokens of the shortest match that counts."""
 _MAX_STEP = 1024
 """Tokens of one request that are counted in one call: some milliseconds, for which a round may wait."""
 _RECENT_STEP = 32
 """Tokens of ended requests that are counted for each request and round: more than a round writes, and well below 1 ms."""
 MAX_TENANTS = 16
 """Tenants whose recent answers are kept, those that wrote last."""
-_MAX_BLENDED = 3
-_NEWEST_BONUS = 2
-"""Occurrences that the newest one counts for beyond itself: what was written last is most likely to come again."""
-_MAX_NEXT = 8
-"""Tokens after one context that are looked at, the most frequent ones."""
-_MIN_MASS = 0.02
-"""The chain ends where its mass falls below this."""
-_MISS = [0.55 * 0.9 ** (n - MIN_CONTEXT) for n in range(MAX_CONTEXT + 1)]
-"""Assumed chance, by match length, that what follows is not what followed the one earlier occurrence; it falls with the
-root of their number, up to 4. Near the rates of ordinary code and prose; online calibration corrects it."""
 
 
 @dataclass(slots=True)
 class _Text:
-    automaton: SuffixAutomaton
+    automaton: Automaton
     start: int
     """Tokens that the text had when the request was first seen: its prompt, mostly."""
     tenant: str
@@ -228,13 +224,13 @@ class SuffixDrafter(TextDrafter):
     def __init__(
         self, *, num_slots: int = 8, num_candidates: int = 4, max_text: int = 16384, recent_tokens: int = 0
     ) -> None:
-        """max_text: tokens of a request that are counted; beyond, the older half is forgotten (about 130 bytes a token).
+        """max_text: tokens of a request that are counted; beyond, the older half is forgotten (about 60 bytes a token, twice that in Python).
         recent_tokens: tokens of ended requests' answers that are kept of a tenant; 0 = none.
         """
         super().__init__(
             "suffix-recent" if recent_tokens else "suffix", num_slots=num_slots, num_candidates=num_candidates
         )
-        self._max_text = max_text
+        self._suffixes, self._max_text = make_suffixes(), max_text
         self._texts: dict[str, _Text] = {}
         self._recent_tokens = recent_tokens
         self._recent: OrderedDict[str, RecentTexts] = OrderedDict()
@@ -245,14 +241,14 @@ class SuffixDrafter(TextDrafter):
         """Count what is new, of long texts a part in every call."""
         text = self._texts.get(request_id)
         if text is None:
-            text = self._texts[request_id] = _Text(SuffixAutomaton(MAX_CONTEXT), len(history), tenant)
+            text = self._texts[request_id] = _Text(self._suffixes.automaton(), len(history), tenant)
             if self._recent_tokens:
                 self._histories[request_id] = history
         recent = self._recent.get(text.tenant)
         if recent is not None:
             recent.take_in(_RECENT_STEP)
         if text.automaton.num_tokens + len(history) - text.num_seen > self._max_text:
-            text.automaton = SuffixAutomaton(MAX_CONTEXT)
+            text.automaton = self._suffixes.automaton()
             text.num_seen = len(history) - self._max_text // 2
         new = history[text.num_seen : text.num_seen + _MAX_STEP]
         text.automaton.extend(new)
@@ -266,86 +262,55 @@ class SuffixDrafter(TextDrafter):
         answer = self._histories.pop(request_id)[text.start :]
         if len(answer) <= MIN_CONTEXT:
             return
-        recent = self._recent.setdefault(text.tenant, RecentTexts(self._recent_tokens))
+        recent = self._recent.setdefault(text.tenant, RecentTexts(self._suffixes, self._recent_tokens))
         self._recent.move_to_end(text.tenant)
         if len(self._recent) > MAX_TENANTS:
             self._recent.popitem(last=False)
         recent.add(answer)
 
-    def slots(self, request_id: str, history: Sequence[int], path: Sequence[int]) -> Slots:
-        """The most frequent tokens after the end of history + path, and after the chain of the best ones."""
-        found = self._matches(request_id, history, path)
-        out: Slots = []
-        mass = 1.0
-        while len(out) < self.caps.num_slots and mass >= _MIN_MASS:
-            expected = self._expected(found)
-            if not expected:
-                break
-            out.append([(token, math.log(p)) for token, p in expected])
-            token, p = expected[0]
-            mass *= p
-            found = [(automaton, automaton.continued(automaton.advance(m, token))) for automaton, m in found]
-        return out
+    def write_slots(
+        self,
+        request_id: str,
+        history: Sequence[int],
+        path: Sequence[int],
+        proposal: tuple[torch.Tensor, torch.Tensor],
+        row: int,
+    ) -> None:
+        """Write the most frequent tokens after the end of history + path, and after the chain of the best ones."""
+        text = self._texts[request_id]
+        end = [*history[-MAX_CONTEXT:], *path][-MAX_CONTEXT:]
+        is_own_end = not path and text.num_seen == len(history)
+        self._suffixes.write_slots([text.automaton, *self._others(text)], end, is_own_end, proposal, row)
 
     def expects(self, request_id: str, history: Sequence[int], tenant: str = "") -> bool:
         """Whether an end of the text occurred before, here or in recent texts."""
         self.follow(request_id, history, tenant)
-        return any(match[1] >= MIN_CONTEXT for _, match in self._matches(request_id, history, ()))
-
-    def _matches(
-        self, request_id: str, history: Sequence[int], path: Sequence[int]
-    ) -> list[tuple[SuffixAutomaton, Match]]:
-        """The longest end of history + path in everything that is counted, the request's own text first."""
         text = self._texts[request_id]
-        end = [*history[-MAX_CONTEXT:], *path][-MAX_CONTEXT:]
-        is_own_end = not path and text.num_seen == len(history)
-        found = [(text.automaton, text.automaton.ending() if is_own_end else text.automaton.match(end))]
-        recent = self._recent.get(text.tenant)
-        if recent is not None:
-            found += [(automaton, automaton.match(end)) for automaton in recent.automata]
-        return found
+        automata = self._others(text)
+        if text.num_seen < len(history):
+            automata = (text.automaton, *automata)
+        elif text.automaton.num_matched >= MIN_CONTEXT:
+            return True
+        return bool(automata) and self._suffixes.longest(automata, history[-MAX_CONTEXT:]) >= MIN_CONTEXT
 
-    def _expected(self, found: list[tuple[SuffixAutomaton, Match]]) -> list[tuple[int, float]]:
-        """(token, estimated probability) of what comes next, most probable first."""
-        contexts = []
-        for automaton, match in found:
-            for _ in range(_MAX_BLENDED):
-                if match[1] < MIN_CONTEXT:
-                    break
-                contexts.append((match[1], automaton, match[0]))
-                match = automaton.shorter(match)
-        contexts.sort(key=lambda context: -context[0])  # of equally long ones the request's own first
-        masses: dict[int, float] = {}
-        rest = 1.0
-        for length, automaton, state in contexts[:_MAX_BLENDED]:
-            followers = automaton.followers(state)
-            if not followers:
-                continue
-            num_seen = sum([count for _, count, _ in followers])
-            share = rest * (1.0 - _MISS[length] / math.sqrt(min(num_seen, 4)))
-            rest -= share
-            newest = max([end for _, _, end in followers]) if len(followers) > 1 else followers[0][2]
-            share /= num_seen + _NEWEST_BONUS
-            weights = [(token, count + _NEWEST_BONUS * (end == newest)) for token, count, end in followers]
-            if len(weights) > _MAX_NEXT:
-                weights = heapq.nlargest(_MAX_NEXT, weights, key=itemgetter(1))
-            for token, weight in weights:
-                masses[token] = masses.get(token, 0.0) + share * weight
-        return sorted(masses.items(), key=lambda pair: -pair[1])[: self.caps.num_candidates]
+    def _others(self, text: _Text) -> tuple[Automaton, ...]:
+        """What the tenant's recent answers hold."""
+        recent = self._recent.get(text.tenant)
+        return () if recent is None else recent.automata
 
 
 class RecentTexts:
     """Counts over the newest answers: two automata, of which the older is dropped when the newer is full."""
 
-    def __init__(self, max_tokens: int) -> None:
-        self._half = max(max_tokens // 2, 1)
-        self._new, self._old = SuffixAutomaton(MAX_CONTEXT), SuffixAutomaton(MAX_CONTEXT)
+    def __init__(self, suffixes: Suffixes, max_tokens: int) -> None:
+        self._suffixes, self._half = suffixes, max(max_tokens // 2, 1)
+        self._new, self._old = self._suffixes.automaton(), self._suffixes.automaton()
         self._waiting: deque[Sequence[int]] = deque()
         """Texts that are yet to be counted, the first of them from `_next` on."""
         self._next, self._num_texts = 0, 0
 
     @property
-    def automata(self) -> tuple[SuffixAutomaton, SuffixAutomaton]:
+    def automata(self) -> tuple[Automaton, Automaton]:
         return self._new, self._old
 
     @property
@@ -363,7 +328,7 @@ class RecentTexts:
         while max_tokens > 0 and self._waiting:
             text = self._waiting[0]
             if self._next == 0 and self._new.num_tokens + len(text) >= self._half:
-                self._new, self._old = SuffixAutomaton(MAX_CONTEXT), self._new
+                self._new, self._old = self._suffixes.automaton(), self._new
             part = text[self._next : self._next + max_tokens]
             self._new.extend(part)
             max_tokens, self._next = max_tokens - len(part), self._next + len(part)
@@ -378,7 +343,7 @@ class RecentTexts:
 
 
 RECENT_TOKENS = 65536
-"""Tokens of a tenant's answers that `suffix-recent` keeps, 128 bytes each."""
+"""Tokens of a tenant's answers that `suffix-recent` keeps, about 60 bytes each, twice that in Python."""
 
 
 def make_text_drafter(name: str) -> TextDrafter:

@@ -254,6 +254,8 @@ class _Batch:
     device_sampling: SamplingBatch | None = None
     """`sampling` on the device, once a round has needed it there."""
     staged: int = -1  # of the scheduler when captured work was told of the row tables
+    num_resting: int = 0
+    """Rounds left in which nobody asks whether to draft."""
 
 
 class DecodeRunner:
@@ -469,6 +471,10 @@ class DecodeRunner:
         self._catch_up_s, self._num_catch_up_rows = 0.0, 0
         if not batch.has_drafters:
             return batch.keys, {}, []
+        if batch.num_resting > 0:
+            batch.num_resting -= 1
+            self._policy.budget.skip()
+            return batch.keys, {}, []
         context_rows = sum(r.context_len for r in requests)
         # With one token left there is nothing to gain from a draft.
         keys = [k if r.token_limit - len(r.tokens) > 1 else None for k, r in zip(batch.keys, requests, strict=True)]
@@ -483,6 +489,9 @@ class DecodeRunner:
         wants = self._policy.wants_draft(keys, context_rows, backlogs, horizons)
         by_slot: dict[SlotKey, list[int]] = {}
         text_rows: list[int] = []
+        if True not in wants:
+            batch.num_resting = self._policy.rest(set(batch.keys), len(requests))
+            return keys, by_slot, text_rows
         for i, is_wanted in enumerate(wants):
             if is_wanted and has_turn[i]:
                 text_rows.append(i)

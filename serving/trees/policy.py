@@ -102,6 +102,13 @@ class TreePolicy:
         """
         return self.budget.wants_draft(keys, context_rows, backlogs, horizons)
 
+    def rest(self, keys: set[DraftKey | None], num_requests: int) -> int:
+        """How many rounds of the same requests need no decision, as `BudgetController.rest`. keys: of their drafters."""
+        known = {key for key in keys if key is not None}
+        if self.text is not None:
+            known |= {(self.text.caps.name, *key[1:]) for key in known}
+        return self.budget.rest(known, num_requests)
+
     def draft(
         self,
         groups: list[DraftGroup],

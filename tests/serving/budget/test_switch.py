@@ -9,7 +9,7 @@ from paceline.config import TreeConfig
 from paceline.serving.budget.controller import BudgetController
 from paceline.serving.budget.cost_model import CostModel
 from paceline.serving.budget.stats import RoundObservation
-from paceline.serving.budget.switch import MAX_WAIT, PROBE_NODES, PROBE_REQUESTS, TRIAL_ROUNDS
+from paceline.serving.budget.switch import MAX_WAIT, PROBE_NODES, PROBE_REQUESTS, REST, TRIAL_ROUNDS
 from tests.helpers.budget_world import Traffic, World
 
 KEY = ("v1", "math", True)
@@ -260,6 +260,48 @@ def take_turns(ctrl, goes_on, rates, num_rounds):
         found.append(key if is_wanted else None)
         tokens, seconds = tokens + 1 + accepted, seconds + round_s
     return found, tokens, seconds
+
+
+def decide_all(ctrl, num_requests, num_rounds, *, rests):
+    """Rounds of requests for which neither drafter nor text pays. Returns who drafts in each, and how often was decided."""
+    keys, texts, found, resting, num_decided = [KEY] * num_requests, [TEXT] * num_requests, [], 0, 0
+    for _ in range(num_rounds):
+        own, wants = keys, [False] * num_requests
+        if resting > 0:
+            resting -= 1
+            ctrl.skip()
+        else:
+            num_decided += 1
+            own = ctrl.turns(keys, texts, 100)
+            wants = ctrl.wants_draft(own, 100, [1] * num_requests, [64] * num_requests)
+            if rests and not any(wants):
+                resting = ctrl.rest([KEY, TEXT], num_requests)
+        round_s = 14e-3 if any(wants) else 10e-3
+        ctrl.observe(
+            RoundObservation(
+                keys=own, is_drafted=wants, num_nodes=[4 * w for w in wants], num_accepted_tokens=[0] * num_requests,
+                context_rows=100, draft_s=round_s - 10e-3, verify_s=10e-3, round_s=round_s,
+                has_text_turns=any(w and key == TEXT for w, key in zip(wants, own, strict=True)),
+            )
+        )  # fmt: skip
+        found.append([key if w else None for w, key in zip(wants, own, strict=True)])
+    return found, num_decided
+
+
+@pytest.mark.parametrize("num_requests", [1, 4, 48])
+def test_rounds_without_a_decision_change_nothing_but_the_number_of_decisions(num_requests):
+    found, num_decided = decide_all(plain_controller(), num_requests, 3000, rests=True)
+    assert found == decide_all(plain_controller(), num_requests, 3000, rests=False)[0]
+    assert num_decided < 3000 / REST + 300 and sum(any(keys) for keys in found) > 2 * TRIAL_ROUNDS
+
+
+def test_no_round_goes_without_a_decision_while_anybody_may_draft():
+    ctrl = plain_controller()
+    assert ctrl.rest([KEY, TEXT], 1) == 0, "both are on trial"
+    serve(ctrl, [KEY], 2 * TRIAL_ROUNDS, lambda _, n: 10e-3 + 4e-3 * n, lambda *_: 0)
+    assert ctrl.rest([KEY], 1) > 0 and ctrl.rest([KEY, TEXT], 1) == 0, "the text is on trial"
+    fixed = BudgetController(TreeConfig(policy="fixed"), CostModel(lambda rows: 10e-3))
+    assert fixed.rest([KEY], 1) == 0
 
 
 def plain_controller():

@@ -11,9 +11,10 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.paths import TEXT_DRAFTERS, resolve_drafter
+from paceline.serving.drafters import text
 from paceline.serving.drafters.interface import Frontier
+from paceline.serving.drafters.suffix_automaton import MAX_CONTEXT, HostSuffixes
 from paceline.serving.drafters.text import (
-    MAX_CONTEXT,
     MAX_TENANTS,
     PromptLookupDrafter,
     RecentTexts,
@@ -21,6 +22,15 @@ from paceline.serving.drafters.text import (
     make_text_drafter,
 )
 from tests.helpers.trees import draft_fixed, inputs_for, present
+
+
+@pytest.fixture(params=["compiled, where it can be", "in Python"], autouse=True)
+def suffixes(request, monkeypatch):
+    """The tests of this file run with compiled automata, and with those in Python."""
+    if request.param == "in Python":
+        monkeypatch.setattr(text, "make_suffixes", HostSuffixes)
+    return text.make_suffixes()
+
 
 BOTH = pytest.mark.parametrize("kind", [PromptLookupDrafter, SuffixDrafter])
 
@@ -162,10 +172,10 @@ def test_the_tenants_that_are_remembered_are_bounded():
         drafter.release("r")
 
     def expected(tenant: str) -> list:
-        drafter.follow("x", [7, 10, 11], tenant)
-        found = drafter.slots("x", [7, 10, 11], ())
+        inputs = dataclasses.replace(inputs_for([[7, 10, 11]], ids=["x"]), tenants=[tenant])
+        p = drafter.propose(inputs)
         drafter.release("x")
-        return [token for token, _ in found[0]] if found else []
+        return present(p, 0, 0)
 
     assert (
         expected("tenant 0") == []
@@ -174,22 +184,22 @@ def test_the_tenants_that_are_remembered_are_bounded():
     )
 
 
-def test_recent_texts_are_bounded_and_the_oldest_go_first():
-    texts = RecentTexts(200)
+def test_recent_texts_are_bounded_and_the_oldest_go_first(suffixes):
+    texts = RecentTexts(suffixes, 200)
     rng = np.random.default_rng(0)
     for i in range(60):
         texts.add([1000 + i, 2000 + i, 3000 + i, *rng.integers(0, 50, 30).tolist()])
         texts.take_in(100)
         assert texts.num_tokens <= 200
-    found = [[a.match([1000 + i, 2000 + i])[1] for a in texts.automata] for i in range(60)]
-    assert max(found[59]) == 2 and max(found[0]) == 0
+    found = [suffixes.longest(texts.automata, [1000 + i, 2000 + i]) for i in range(60)]
+    assert found[59] == 2 and found[0] == 0
     texts.add(list(range(5000)))
     texts.take_in(5000)
     assert texts.num_tokens <= 200
 
 
-def test_recent_texts_are_counted_a_few_tokens_a_round_and_those_that_never_were_stay_bounded():
-    texts, size = RecentTexts(400), 40
+def test_recent_texts_are_counted_a_few_tokens_a_round_and_those_that_never_were_stay_bounded(suffixes):
+    texts, size = RecentTexts(suffixes, 400), 40
     texts.add(range(1000, 1000 + size))
     for counted in (0, 32, 40):
         assert texts.num_tokens == counted + (counted == size)  # a mark behind each text
@@ -200,7 +210,7 @@ def test_recent_texts_are_counted_a_few_tokens_a_round_and_those_that_never_were
         texts.add([7, 8, 9, 10 + i] * 5)
     assert sum(map(len, texts._waiting)) <= 200
     texts.take_in(1000)
-    assert max(a.match([3, 7])[1] for a in texts.automata) == 1, "nothing matches across the end of a text that was cut"
+    assert suffixes.longest(texts.automata, [3, 7]) == 1, "nothing matches across the end of a text that was cut"
 
 
 def test_trust_grows_with_the_match_and_with_the_number_of_occurrences():

@@ -71,7 +71,7 @@ def test_requests_without_a_drafter_have_no_text_turns_either(monkeypatch):
     assert run.tokens == greedy(LOOP, 20) and asked == []
 
 
-@pytest.mark.parametrize("place", ["expects", "slots", "release"])
+@pytest.mark.parametrize("place", ["expects", "write_slots", "release"])
 def test_a_text_drafter_that_fails_costs_its_drafts_only(place, monkeypatch):
     engine = make_engine(FeatureDrafter(), tree=TreeConfig(max_draft_tokens=6, policy="fixed", mix="suffix"))
     own = []
