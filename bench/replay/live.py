@@ -1,7 +1,7 @@
 """Live replay: policies where training is real: real texts, real jobs and exact acceptance in one process, no Ray.
 
-Device time per token of a version = measured time of a round / its acceptance length by exact replay; training and
-scoring are booked with the seconds that they really took. Traffic goes A -> B -> A -> C in up to three orders.
+Device time per token of a version = measured time of a round of the padded target on one thread / its acceptance length by
+exact replay; training and scoring are booked with the seconds that they really took. Traffic goes A -> B -> A -> C in up to three orders.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from paceline.bandit.replay.scenario import Scenario, Traffic
 from paceline.bandit.replay.simulate import policy_config
 from paceline.bandit.replay.world import World
 from paceline.bench.common.engine_run import build_engine, encode, load_named_drafter, load_target
+from paceline.bench.common.padded import copy_drafter, pad_target
 from paceline.bench.common.result_file import kept_json
 from paceline.bench.common.terminal import progress
 from paceline.bench.common.workloads import load_prompts
@@ -68,7 +69,7 @@ class LiveConfig:
     phase_s: float = 180.0
     load: float = 1.0
     """Devices that a phase keeps busy with the first drafter."""
-    batch_size: int = 4
+    batch_size: int = 1
     step_s: float = 5.0
     epoch_s: float = 10.0
     seed: int = 0
@@ -125,29 +126,46 @@ def split_shards(store: TraceStore, config: LiveConfig) -> tuple[list[ShardInfo]
     return shards[:-count], shards[-count:]
 
 
-def round_seconds(target: TargetModel, drafter: str, config: LiveConfig, path: Path, say: Say) -> dict[str, float]:
+def round_seconds(config: LiveConfig, path: Path, say: Say) -> dict[str, float]:
     """Device seconds of a round per request with ('drafted_s') and without ('plain_s') a draft, measured in the engine.
 
     The value is kept in `path`: later runs of a replay must price versions alike.
     """
-    return kept_json(path, lambda: _measure_rounds(target, drafter, config, say))
+    return kept_json(path, lambda: _measure_rounds(config, say))
 
 
-def _measure_rounds(target: TargetModel, drafter: str, config: LiveConfig, say: Say) -> dict[str, float]:
+def _measure_rounds(config: LiveConfig, say: Say) -> dict[str, float]:
+    """Of the padded target, which says the same tokens: what it makes of the bundled one fits a CPU's caches."""
     say("measuring round times")
-    tree = TreeConfig(policy="fixed", max_draft_tokens=NUM_NODES)  # which drafts in every round, whether it pays or not
-    engine = build_engine(target, load_named_drafter(drafter, target), EngineConfig(tree=tree), drafter)
-    out = {}
-    prompts = [encode(target, p.text) for p in load_prompts(config.buckets[0], None, config.batch_size, config.seed)]
-    params = [SamplingParams(temperature=0.0, max_tokens=config.max_new_tokens, seed=i) for i in range(len(prompts))]
-    for name, group in (("drafted_s", Group.ADAPTIVE), ("plain_s", Group.PLAIN)):
-        runs = [run_group(engine, prompts, params, group=group, bucket="measure", tag=f"{name}-{i}") for i in range(3)]
-        stats = [event.stats for run in runs[1:] for event in run.last]
-        out[name] = sum(s.round_ms for s in stats) / 1000.0 / max(sum(s.num_rounds for s in stats), 1)
+    with tempfile.TemporaryDirectory(prefix="paceline-replay-") as room:
+        folder = pad_target(Path(room, "target"))
+        target = load_target(str(folder))
+        drafter = load_named_drafter(copy_drafter("bundled", folder, Path(room, "drafter")), target)
+        tree = TreeConfig(
+            policy="fixed", max_draft_tokens=NUM_NODES
+        )  # which drafts in every round, whether it pays or not
+        engine = build_engine(target, drafter, EngineConfig(tree=tree, num_threads=1), "bundled")
+        texts = load_prompts(config.buckets[0], None, config.batch_size, config.seed)
+        prompts = [encode(target, p.text) for p in texts]
+        params = [
+            SamplingParams(temperature=0.0, max_tokens=config.max_new_tokens, seed=i, ignore_eos=True)
+            for i in range(len(prompts))
+        ]
+        out = {}
+        for name, group in (("drafted_s", Group.ADAPTIVE), ("plain_s", Group.PLAIN)):
+            runs = [
+                run_group(engine, prompts, params, group=group, bucket="measure", tag=f"{name}-{i}").full_batch
+                for i in range(_NUM_MEASURED + 1)
+            ]
+            kept = [run for run in runs[1:] if run is not None]
+            out[name] = sum(run.seconds for run in kept) / sum(run.num_rounds for run in kept) / len(prompts)
     return out
 
 
-NUM_NODES = 8
+_NUM_MEASURED = 4
+"""Groups of requests whose rounds are timed, behind one that warms up."""
+NUM_NODES = 4
+"""Draft nodes of every tree, near what engines choose where drafting pays little."""
 
 
 class MergedStore:
@@ -344,7 +362,7 @@ class LiveService:
         self.first = self.registry.put(
             state, drafter_type=str(settings["drafter_type"]), config=settings, target_version=target.version
         ).version
-        self.seconds = round_seconds(target, "bundled", config, cache / f"rounds-{config.batch_size}.json", say)
+        self.seconds = round_seconds(config, cache / f"round-{config.batch_size}.json", say)
 
     def replay(self, variant: Variant, order: int) -> dict[str, Any]:
         """One policy on one order of the phases, as plain values of a RunResult."""

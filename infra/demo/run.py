@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.live import Live
 
 from paceline.bench.common.lossless import LosslessChecker, LosslessReport
+from paceline.bench.common.padded import TARGET_NAME, copy_drafter, pad_target
 from paceline.bench.common.result_file import write_json
 from paceline.config import POLICIES, POLICY_HELP, EngineConfig, PolicyConfig, RolloutConfig, ServiceConfig, TraceConfig
 from paceline.errors import PacelineError
@@ -32,7 +33,6 @@ from paceline.infra.controller.snapshot import Snapshot
 from paceline.infra.demo import report as demo_report
 from paceline.infra.demo import view as demo_view
 from paceline.infra.demo.client import DemoClient
-from paceline.infra.demo.padded import TARGET_NAME, copy_drafter, pad_target
 from paceline.infra.demo.scenario import Phase, PlannedRequest, Traffic, shifting_scenario, steady_scenario
 from paceline.infra.demo.stats import Answer, DemoStats, own_version_s
 from paceline.infra.service.stop_signals import StopSignals

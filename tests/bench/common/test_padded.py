@@ -4,8 +4,8 @@ import resource
 import pytest
 import torch
 
+from paceline.bench.common.padded import NUM_NEURONS, copy_drafter, pad_target
 from paceline.errors import ConfigError
-from paceline.infra.demo.padded import NUM_NEURONS, copy_drafter, pad_target
 from paceline.paths import BUNDLED_TARGET, bundled, model_version
 from paceline.serving.loading.checkpoint import open_checkpoint
 from paceline.serving.loading.families import load_drafter
