@@ -1,7 +1,8 @@
 """Live replay: policies where training is real: real texts, real jobs and exact acceptance in one process, no Ray.
 
-Device time per token of a version = measured time of a round of the padded target on one thread / its acceptance length by
-exact replay; training and scoring are booked with the seconds that they really took. Traffic goes A -> B -> A -> C in up to three orders.
+Device time per token of a version = measured time of a round of the padded target / its acceptance length by exact replay;
+training and scoring are booked with the seconds that they really took. All on one thread, as a replica and a trainer that
+share two cores. Traffic goes A -> B -> A -> C in up to three orders.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from paceline.bandit.replay.outcomes import FIRST, TrainOrder, TrainTruth, real_
 from paceline.bandit.replay.scenario import Scenario, Traffic
 from paceline.bandit.replay.simulate import policy_config
 from paceline.bandit.replay.world import World
-from paceline.bench.common.engine_run import build_engine, encode, load_named_drafter, load_target
+from paceline.bench.common.engine_run import build_engine, encode, held_threads, load_named_drafter, load_target
 from paceline.bench.common.padded import copy_drafter, pad_target
 from paceline.bench.common.result_file import kept_json
 from paceline.bench.common.terminal import progress
@@ -144,7 +145,7 @@ def _measure_rounds(config: LiveConfig, say: Say) -> dict[str, float]:
         tree = TreeConfig(
             policy="fixed", max_draft_tokens=NUM_NODES
         )  # which drafts in every round, whether it pays or not
-        engine = build_engine(target, drafter, EngineConfig(tree=tree, num_threads=1), "bundled")
+        engine = build_engine(target, drafter, EngineConfig(tree=tree), "bundled")
         texts = load_prompts(config.buckets[0], None, config.batch_size, config.seed)
         prompts = [encode(target, p.text) for p in texts]
         params = [
@@ -320,7 +321,7 @@ def _run(
     )  # fmt: skip
     done = read_finished(cache)
     rows: list[Row] = []
-    with progress(console, "live replay", num_orders * len(chosen)) as bar:
+    with held_threads(1), progress(console, "live replay", num_orders * len(chosen)) as bar:
         service = LiveService(config, data, cache, bar.say)
         for order in range(num_orders):
             for variant in chosen:
