@@ -60,10 +60,10 @@ class LiveConfig:
 
     buckets: tuple[str, ...] = ("tools", "math", "facts")
     """A, B and C; the bundled drafter knows the first."""
-    num_requests: int = 160
+    num_requests: int = 640
     """Texts per bucket."""
     max_new_tokens: int = 96
-    num_scored: int = 32
+    num_scored: int = 64
     """Texts per bucket, never trained on, that say a version's acceptance length."""
     shard_requests: int = 8
     temperature: float = 0.8
