@@ -101,7 +101,7 @@ def build(folder: Path = HERE) -> Path:
     compiler = find_compiler()
     with tempfile.TemporaryDirectory() as room:
         jobs: dict[Path, tuple[str, tuple[str, ...]]] = {
-            Path(room, f"{n}.o"): (f"{n}.cpp", (f"-DSOURCE_VERSION={source_version()}",))
+            Path(room, f"{n}.o"): (f"{n}.cpp", (f"-DSOURCE_VERSION={source_version()}", "-ffp-contract=off"))
             for n in ("isa", "suffix", "threads", "trees")
         }
         jobs |= {

@@ -1,5 +1,5 @@
 // Suffix automata of growing texts, and what they expect next: serving/drafters/suffix_automaton.py says in Python what is
-// computed here, in the same order of operations.
+// computed here, in the same order of operations. suffix.py fills the records, whose members it repeats.
 //
 // A state's first transition lies in the state, because most states have no other; the others lie in one table of the
 // automaton, found by (state, token), and a list for each state keeps their order.
@@ -42,6 +42,7 @@ struct Match {
 
 struct Automaton {
   int32_t max_length, num_tokens = 0;
+  uint64_t seed;  // nobody outside can choose tokens that all lie at one place
   int32_t last = 0;
   int32_t tail = 0, tail_length = 0;  // state of the newest max_length + 1 tokens, and how many they are
   std::vector<State> states{{0, 0, 0, 0, -1, 0, 0, 0}};
@@ -49,8 +50,10 @@ struct Automaton {
   std::vector<int32_t> table = std::vector<int32_t>(16);  // of numbers in `others`, by open addressing
 
   size_t place(int32_t state, int32_t token) const {
-    const uint64_t key = (uint64_t)(uint32_t)state << 32 | (uint32_t)token;
-    size_t at = (key * 0x9e3779b97f4a7c15ull >> 32) & (table.size() - 1);
+    uint64_t key = ((uint64_t)(uint32_t)state << 32 | (uint32_t)token) ^ seed;
+    key = (key ^ key >> 30) * 0xbf58476d1ce4e5b9ull;
+    key = (key ^ key >> 27) * 0x94d049bb133111ebull;
+    size_t at = (key ^ key >> 31) & (table.size() - 1);
     while (table[at] != 0 && (others[table[at]].state != state || others[table[at]].token != token))
       at = (at + 1) & (table.size() - 1);
     return at;
@@ -154,9 +157,9 @@ struct Automaton {
     return {found.state, std::min(found.length, max_length)};
   }
 
-  Match match(const int64_t* token_ids, int64_t num_tokens_) const {
+  Match match(const int64_t* token_ids, int64_t num_given) const {
     Match found = {0, 0};
-    for (int64_t i = std::max<int64_t>(0, num_tokens_ - max_length); i < num_tokens_; ++i)
+    for (int64_t i = std::max<int64_t>(0, num_given - max_length); i < num_given; ++i)
       found = advance(found, (int32_t)token_ids[i]);
     return continued(found);
   }
@@ -196,7 +199,8 @@ void follow(const Automaton& automaton, int32_t state, std::vector<Follower>& ou
     if (token >= 0) out.push_back({token, automaton.states[target].count, automaton.states[target].latest});
   };
   take(own.first_token, own.first_target);
-  for (int32_t i = own.more; i != 0; i = automaton.others[i].next) take(automaton.others[i].token, automaton.others[i].target);
+  for (int32_t i = own.more; i != 0; i = automaton.others[i].next)
+    take(automaton.others[i].token, automaton.others[i].target);
 }
 
 // What comes next, most probable first.
@@ -212,7 +216,8 @@ void expect(const Blend& blend, const std::vector<const Automaton*>& automata, c
       own = automata[a]->shorter(own);
     }
   }
-  std::stable_sort(contexts.begin(), contexts.end(), [](const Context& a, const Context& b) { return a.length > b.length; });
+  std::stable_sort(contexts.begin(), contexts.end(),
+                   [](const Context& a, const Context& b) { return a.length > b.length; });
   double rest = 1.0;
   for (size_t c = 0; c < contexts.size() && c < (size_t)blend.max_blended; ++c) {
     follow(*contexts[c].automaton, contexts[c].state, followers);
@@ -225,7 +230,8 @@ void expect(const Blend& blend, const std::vector<const Automaton*>& automata, c
     share /= (double)(num_seen + blend.newest_bonus);
     for (Follower& own : followers) own.weight += own.end == newest ? blend.newest_bonus : 0;
     if (followers.size() > (size_t)blend.max_next) {
-      std::stable_sort(followers.begin(), followers.end(), [](const Follower& a, const Follower& b) { return a.weight > b.weight; });
+      std::stable_sort(followers.begin(), followers.end(),
+                       [](const Follower& a, const Follower& b) { return a.weight > b.weight; });
       followers.resize(blend.max_next);
     }
     for (const Follower& own : followers) {
@@ -244,9 +250,10 @@ void expect(const Blend& blend, const std::vector<const Automaton*>& automata, c
 
 extern "C" {
 
-void* suffix_new(int64_t max_length) {
+void* suffix_new(int64_t max_length, int64_t seed) {
   Automaton* made = new Automaton;
   made->max_length = (int32_t)max_length;
+  made->seed = (uint64_t)seed;
   return made;
 }
 

@@ -1,6 +1,8 @@
 """Native suffix automata: what growing texts hold and what they expect next, compiled.
 
-serving/drafters/suffix_automaton.py says in Python what they compute; suffix.cpp what the records mean.
+serving/drafters/suffix_automaton.py says in Python what they compute; suffix.cpp what the records mean. Beside forwards, a
+round's tokens of a request are taken in within 4 us and eight slots written within 5, where Python takes 14 and 73; a token
+takes 56 to 81 bytes, where Python's takes 130.
 
 Shape legend: F texts or leaves of a proposal, S draft slots, K candidates per slot.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import secrets
 import weakref
 from array import array
 from collections.abc import Iterable, Sequence
@@ -24,16 +27,16 @@ from paceline.kernels.cpu.trees import Record
 def load_suffixes() -> ctypes.PyDLL | None:
     """The library with its functions of texts, or None where the CPU's native code is not used.
 
-    They are called with the interpreter's lock held: they take microseconds, and getting a released lock back from a busy
-    thread takes milliseconds.
+    They are called with the interpreter's lock held: they take microseconds, a whole step one or two hundred, and getting a
+    released lock back from a busy thread takes milliseconds.
     """
     library = load_library() if choose_isa() is not None else None
     if library is None:
         return None
-    held = ctypes.PyDLL(library._name)
+    held = ctypes.PyDLL(library._name, handle=library._handle)
     number, at = c_int64, c_void_p
     for name, result, arguments in (
-        ("suffix_new", at, (number,)),
+        ("suffix_new", at, (number, number)),
         ("suffix_free", None, (at,)),
         ("suffix_extend", number, (at, at, number)),
         ("suffix_longest", number, (at,)),
@@ -47,11 +50,12 @@ def load_suffixes() -> ctypes.PyDLL | None:
 class NativeAutomaton:
     """Every piece of one text, with counts of the short ones. Token ids below 0 separate texts and are never proposed."""
 
-    def __init__(self, library: ctypes.PyDLL, max_length: int) -> None:
-        """max_length: longest context that is matched, in tokens."""
+    def __init__(self, library: ctypes.PyDLL, max_length: int, seed: int) -> None:
+        """max_length: longest context that is matched, in tokens. seed: of the table's places; changes no result."""
         self._extend = library.suffix_extend
-        self.address = library.suffix_new(max_length)
-        weakref.finalize(self, library.suffix_free, self.address)
+        self.address = library.suffix_new(max_length, seed)
+        # An engine's thread may still run when the interpreter ends.
+        weakref.finalize(self, library.suffix_free, self.address).atexit = False
         self.num_tokens = self.num_matched = 0
         """num_matched: tokens of the longest end of the text that occurs with something behind it."""
 
@@ -65,6 +69,9 @@ class NativeAutomaton:
 class NativeSuffixes:
     """Makes automata and asks them what comes next. One thread only."""
 
+    max_step = 8192
+    """About a millisecond."""
+
     def __init__(
         self,
         library: ctypes.PyDLL,
@@ -77,13 +84,13 @@ class NativeSuffixes:
         max_next: int,
     ) -> None:
         """misses: by match length, as far as one is looked for. All as suffix_automaton.py has them."""
-        self._library, self._max_length = library, len(misses) - 1
+        self._library, self._max_length, self._seed = library, len(misses) - 1, secrets.randbits(62)
         self._misses, self._blend, self._ends = array("d", misses), Record("qd4q"), Record("5q")
         self._blend.fill(self._misses.buffer_info()[0], min_mass, min_context, max_blended, newest_bonus, max_next)
 
     def automaton(self) -> NativeAutomaton:
         """A new one, of an empty text."""
-        return NativeAutomaton(self._library, self._max_length)
+        return NativeAutomaton(self._library, self._max_length, self._seed)
 
     def longest(self, automata: Sequence[NativeAutomaton], token_ids: Sequence[int]) -> int:
         """Tokens of the longest end of these that occurs in one of the texts with something behind it."""

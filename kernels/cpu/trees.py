@@ -91,7 +91,8 @@ class TreeMaker:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library, self._trees = library, library.trees_new()
-        weakref.finalize(self, library.trees_free, self._trees)
+        # An engine's thread may still run when the interpreter ends.
+        weakref.finalize(self, library.trees_free, self._trees).atexit = False
         self._proposal, self._growth = Record("8q"), Record("5q")
         self._fields, self._nodes, self._scores = _Room(torch.int64), _Room(torch.int64), _Room(torch.float64)
         self._num_requests = self._num_drafted = 0

@@ -64,7 +64,8 @@ class BudgetController:
         backlogs: Sequence[int] | None = None,
         horizons: Sequence[int] | None = None,
     ) -> list[bool]:
-        """Which of the B requests to draft for; None = has no drafter. Call once per round: probes' waits count down.
+        """Which of the B requests to draft for; None = has no drafter. Call once per round, or `skip`: probes' waits
+        count down.
 
         backlogs: (B,) rows that a drafter would have to ingest first; None = none.
         horizons: (B,) tokens that each request is expected to get still; None = enough for any backlog to pay.

@@ -55,8 +55,8 @@ CONTACT = 8
 FREE_BACKLOG = 16
 """Rows that a drafter ingests in passing."""
 REST = 8
-"""Rounds that are decided at once where all classes are off and no probe is near: new text, waits and their costs on the
-host are looked at once for all of them."""
+"""Rounds that are decided at once where all classes are off, texts too, and no probe is near: new text is looked at and waits
+count down once for all of them."""
 _RATE = 0.1
 """Least weight of one round in a measured time."""
 _MAX_MISS = 0.7
@@ -266,14 +266,14 @@ class Switch:
         return max(rest - 1, 0)
 
     def skip(self) -> None:
-        """A round passes without a decision; the next one counts for it."""
+        """A round passes without a decision; the next one counts for it, whoever's requests it has."""
         self._num_rounds += 1
 
     def turns(
         self, keys: Sequence[DraftKey | None], text_keys: Sequence[DraftKey | None], context_rows: int
     ) -> list[DraftKey | None]:
         """(B,) key under which each request of the round may draft: the text's until such rounds have made fewer tokens per
-        second than the drafter's rounds do, then the drafter's, from probe to probe. Call once a round: waits count down.
+        second than the drafter's rounds do, then the drafter's, from probe to probe. Call once a round, or `skip`: waits count down.
 
         text_keys: of those whose text goes on as it did before; None = it does not.
         """
@@ -343,7 +343,7 @@ class Switch:
         backlogs: Sequence[int],
         horizons: Sequence[int],
     ) -> list[bool]:
-        """Which of the B requests draft in this round. Call once a round: waits count down.
+        """Which of the B requests draft in this round. Call once a round, or `skip`: waits count down.
 
         keys: None where there is no drafter. backlogs: rows that the drafter would have to ingest first. horizons: tokens
         that each request is expected to get still; catching up must pay within them.

@@ -46,6 +46,9 @@ root of their number, up to 4. Near the rates of ordinary code and prose; online
 class Suffixes(Protocol):
     """Makes automata and asks them what comes next."""
 
+    max_step: int
+    """Tokens by which a text may grow at once: a round waits for it."""
+
     def automaton(self) -> Automaton:
         """A new one, of an empty text."""
 
@@ -220,6 +223,9 @@ class SuffixAutomaton:
 
 class HostSuffixes:
     """The reference: automata in Python."""
+
+    max_step = 1024
+    """Some milliseconds."""
 
     def automaton(self) -> SuffixAutomaton:
         """A new one, of an empty text."""

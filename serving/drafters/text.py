@@ -201,10 +201,8 @@ class _Occurrences:
         return out[:max_matches]
 
 
-_MAX_STEP = 1024
-"""Tokens of one request that are counted in one call: some milliseconds, for which a round may wait."""
-_RECENT_STEP = 32
-"""Tokens of ended requests that are counted for each request and round: more than a round writes, and well below 1 ms."""
+_RECENT_SHARE = 32
+"""Part of a step by which recent texts grow for each request and call: more tokens than rounds write between two calls."""
 MAX_TENANTS = 16
 """Tenants whose recent answers are kept, those that wrote last."""
 
@@ -224,7 +222,8 @@ class SuffixDrafter(TextDrafter):
     def __init__(
         self, *, num_slots: int = 8, num_candidates: int = 4, max_text: int = 16384, recent_tokens: int = 0
     ) -> None:
-        """max_text: tokens of a request that are counted; beyond, the older half is forgotten (about 60 bytes a token, twice that in Python).
+        """max_text: tokens of a request that are counted; beyond, the older half is forgotten (about 60 bytes a token, twice
+        that in Python).
         recent_tokens: tokens of ended requests' answers that are kept of a tenant; 0 = none.
         """
         super().__init__(
@@ -246,11 +245,11 @@ class SuffixDrafter(TextDrafter):
                 self._histories[request_id] = history
         recent = self._recent.get(text.tenant)
         if recent is not None:
-            recent.take_in(_RECENT_STEP)
+            recent.take_in(self._suffixes.max_step // _RECENT_SHARE)
         if text.automaton.num_tokens + len(history) - text.num_seen > self._max_text:
             text.automaton = self._suffixes.automaton()
             text.num_seen = len(history) - self._max_text // 2
-        new = history[text.num_seen : text.num_seen + _MAX_STEP]
+        new = history[text.num_seen : text.num_seen + self._suffixes.max_step]
         text.automaton.extend(new)
         text.num_seen += len(new)
 

@@ -473,7 +473,7 @@ class DecodeRunner:
             return batch.keys, {}, []
         if batch.num_resting > 0:
             batch.num_resting -= 1
-            self._policy.budget.skip()
+            self._policy.skip()
             return batch.keys, {}, []
         context_rows = sum(r.context_len for r in requests)
         # With one token left there is nothing to gain from a draft.

@@ -97,7 +97,7 @@ class TreePolicy:
         """Whether to call the drafter for each of the round's B requests.
 
         keys: None for requests without a (working) drafter. context_rows: sum of their context_lens. Call exactly once
-        per round and before `draft`: it moves the probing state. backlogs: rows that the drafter has not ingested yet.
+        per round, or `skip`, and before `draft`: it moves the probing state. backlogs: rows that the drafter has not ingested yet.
         horizons: tokens that each request is expected to get still.
         """
         return self.budget.wants_draft(keys, context_rows, backlogs, horizons)
@@ -108,6 +108,10 @@ class TreePolicy:
         if self.text is not None:
             known |= {(self.text.caps.name, *key[1:]) for key in known}
         return self.budget.rest(known, num_requests)
+
+    def skip(self) -> None:
+        """A round of such requests passes without a decision."""
+        self.budget.skip()
 
     def draft(
         self,

@@ -135,14 +135,15 @@ def test_what_is_counted_of_a_long_text_is_bounded_and_is_its_newest_part():
     assert present(drafter.propose(inputs_for([history])), 0, 0) == []
 
 
-def test_a_long_prompt_is_counted_in_steps_so_that_no_round_waits_long():
-    drafter, history = SuffixDrafter(), list(range(20000, 23000)) + [7, 20500, 20501]
+def test_a_long_prompt_is_counted_in_steps_so_that_no_round_waits_long(suffixes):
+    step = suffixes.max_step
+    drafter, history = SuffixDrafter(max_text=1 << 20), list(range(20000, 20000 + 3 * step - 75)) + [7, 20500, 20501]
     counted = []
     for _ in range(4):
         p = drafter.propose(inputs_for([history]))
         counted.append(drafter._texts["r0"].automaton.num_tokens)
         assert present(p, 0, 0) == [20502], "what is counted already serves"
-    assert counted == [1024, 2048, 3003, 3003]
+    assert counted == [step, 2 * step, len(history), len(history)]
 
 
 def test_recent_answers_help_other_requests_but_prompts_are_not_kept():

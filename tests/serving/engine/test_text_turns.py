@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from paceline.config import TreeConfig
 from paceline.contracts import Group
+from paceline.serving.budget.switch import REST
 from tests.helpers.engines import PROMPT, FeatureDrafter, Run, Sinks, finish, greedy, make_engine
 
 LOOP = (7, 8, 9, 7, 8, 9, 7, 8)
@@ -100,3 +102,27 @@ def test_a_request_that_ends_is_forgotten():
     assert text is not None and len(text._texts) == 3  # type: ignore[attr-defined]
     finish(engine)
     assert text._texts == {}  # type: ignore[attr-defined]
+
+
+def test_a_text_that_is_off_is_looked_at_once_in_several_rounds_and_is_complete_when_it_is(monkeypatch):
+    engine = make_engine(FeatureDrafter(), tree=TreeConfig(max_draft_tokens=6, policy="adaptive", mix="suffix"))
+    switch, text, looked = engine.policy.budget._switch, engine.policy.text, []
+    record = switch.record
+
+    def off(key, num_requests):
+        found = record(key, num_requests)
+        found.state, found.left, found.is_idle, found.wait = "off", 0, True, 100.0
+        return found
+
+    def noted(request_id, history, tenant=""):
+        looked.append(len(history))
+        found = type(text).expects(text, request_id, history, tenant)
+        assert text._texts[request_id].num_seen == len(history)
+        return found
+
+    monkeypatch.setattr(switch, "record", off)
+    monkeypatch.setattr(text, "expects", noted)
+    run = Run(engine, "loop", LOOP, max_tokens=41)
+    finish(engine)
+    assert run.tokens == greedy(LOOP, 41)
+    assert set(np.diff(looked)) == {REST} and len(looked) == 5
