@@ -76,8 +76,9 @@ def run_generate(options: GenerateOptions, console: Console) -> None:
     accepted = [False, *(i < r.num_accepted_tokens for r in rounds for i in range(r.num_emitted_tokens))]
     console.print(marked_text(target.tokenizer, ids, token_ids, accepted))
     stats = last.stats
+    accepted_note = " (green: accepted draft tokens)" if console.color_system else ""
     console.print(
-        f"\n{len(token_ids)} tokens in {stats.num_rounds} rounds (green: accepted draft tokens), acceptance length "
+        f"\n{len(token_ids)} tokens in {stats.num_rounds} rounds{accepted_note}, acceptance length "
         f"{stats.acceptance_length:.2f}, finished by {last.finish_reason}",
         highlight=False,
     )

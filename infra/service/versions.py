@@ -20,6 +20,14 @@ from paceline.records import Setting, record, require
 T = TypeVar("T")
 
 
+class _Fault(msgspec.Struct):
+    message: str
+
+
+class _Refusal(msgspec.Struct):
+    error: _Fault
+
+
 @record()
 class ServiceAddress:
     """Where a service is and who asks."""
@@ -123,7 +131,15 @@ def _call(method: str, service: ServiceAddress, path: str, kind: type[T], body: 
             return msgspec.json.decode(response.content, type=kind)
     except msgspec.MsgspecError:
         pass  # a page of somebody else's
-    raise PacelineError(f"{url}{path} answered {response.status_code}: {response.text[:300]}")
+    raise PacelineError(f"{url}{path} answered {response.status_code}: {_reason(response)}")
+
+
+def _reason(response: httpx.Response) -> str:
+    """What a service says of a refusal, or the beginning of what somebody else sent."""
+    try:
+        return msgspec.json.decode(response.content, type=_Refusal).error.message
+    except msgspec.MsgspecError:
+        return response.text[:300]
 
 
 def print_versions(service: ServiceAddress, console: Console, *, as_json: bool) -> None:

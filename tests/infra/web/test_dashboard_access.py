@@ -127,7 +127,10 @@ def test_the_command_line_lists_versions_of_a_service_on_loopback_and_is_told_wh
             shown = io.StringIO()
             print_versions(ServiceAddress(url=address), Console(file=shown), as_json=True)
             assert json.loads(shown.getvalue())["version"] == "a0c1d2e3f4b5"
-    with serve_app(app(Access(host="0.0.0.0"))) as url, pytest.raises(PacelineError, match=r"403.*--api-token"):
+    with (
+        serve_app(app(Access(host="0.0.0.0"))) as url,
+        pytest.raises(PacelineError, match=r"403: closed: .*--api-token"),
+    ):
         print_versions(ServiceAddress(url=url), Console(file=io.StringIO()), as_json=True)
 
 
