@@ -56,9 +56,10 @@ def prepare_home(home: Path) -> None:
             shutil.rmtree(part, ignore_errors=True)
     if (old / TRACES).is_dir():
         (home / TRACES).mkdir(exist_ok=True)
-        for shard in (old / TRACES).iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                os.replace(shard, home / TRACES / shard.name)
+        with contextlib.suppress(FileNotFoundError):  # another process has taken all
+            for shard in (old / TRACES).iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    os.replace(shard, home / TRACES / shard.name)
         with contextlib.suppress(OSError):  # a replica of the older release has written another one
             (old / TRACES).rmdir()
 
