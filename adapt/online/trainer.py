@@ -103,7 +103,8 @@ class _Watch:
 
 
 @contextmanager
-def _torch_threads(threads: int) -> Iterator[None]:
+def held_threads(threads: int) -> Iterator[None]:
+    """Torch's threads for this process until the end of the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -143,7 +144,7 @@ def run_training_job(
     """
     watch = _Watch(job.time_limit_s, should_stop, heartbeat, clock)
     try:
-        with _torch_threads(threads):
+        with held_threads(threads):
             if isinstance(target, str | Path):
                 taps, dtype = None, "auto"
                 with contextlib.suppress(ManifestError):  # said where the job begins; a wrong folder comes first

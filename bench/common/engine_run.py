@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +82,6 @@ def build_engine(target: TargetModel, drafter: Drafter | None, config: EngineCon
 def encode(target: TargetModel, text: str) -> list[int]:
     """Token ids of a raw prompt."""
     return list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-@contextlib.contextmanager
-def held_threads(num_threads: int) -> Iterator[None]:
-    """Torch's threads for this process until the end of the block."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def set_threads(num_threads: int | None) -> None:

@@ -81,7 +81,7 @@ def _new_folder(folder: Path) -> Iterator[Path]:
             yield part
     except (OSError, SafetensorError) as e:
         raise ConfigError(
-            f"the demo's models take 100 MB, which could not be written to {folder} ({e}); make room, or let TMPDIR name "
+            f"the padded models take 100 MB, which could not be written to {folder} ({e}); make room, or let TMPDIR name "
             "another place"
         ) from e
 

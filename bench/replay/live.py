@@ -1,8 +1,8 @@
 """Live replay: policies where training is real: real texts, real jobs and exact acceptance in one process, no Ray.
 
 Device time per token of a version = measured time of a round of the padded target / its acceptance length by exact replay;
-training and scoring are booked with the seconds that they really took. All on one thread, as a replica and a trainer that
-share two cores. Traffic goes A -> B -> A -> C in up to three orders.
+training and scoring are booked with the seconds that they really took. Rounds and jobs have one thread, as a replica and a
+trainer that share two cores. Traffic goes A -> B -> A -> C in up to three orders.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.adapt.data.trace_store import ShardInfo, TraceStore
 from paceline.adapt.families.target_handle import TargetHandle
 from paceline.adapt.gate.shadow import shadow_scores
 from paceline.adapt.online.learner_store import LearnerStore
-from paceline.adapt.online.trainer import ShadowConfig, load_version, run_training_job
+from paceline.adapt.online.trainer import ShadowConfig, held_threads, load_version, run_training_job
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.bandit.beliefs.arms import default_arms
 from paceline.bandit.beliefs.job_cost import STAGING_PRIOR_S
@@ -35,7 +35,7 @@ from paceline.bandit.replay.outcomes import FIRST, TrainOrder, TrainTruth, real_
 from paceline.bandit.replay.scenario import Scenario, Traffic
 from paceline.bandit.replay.simulate import policy_config
 from paceline.bandit.replay.world import World
-from paceline.bench.common.engine_run import build_engine, encode, held_threads, load_named_drafter, load_target
+from paceline.bench.common.engine_run import build_engine, encode, load_named_drafter, load_target
 from paceline.bench.common.padded import copy_drafter, pad_target
 from paceline.bench.common.result_file import kept_json
 from paceline.bench.common.terminal import progress
@@ -138,13 +138,12 @@ def round_seconds(config: LiveConfig, path: Path, say: Say) -> dict[str, float]:
 def _measure_rounds(config: LiveConfig, say: Say) -> dict[str, float]:
     """Of the padded target, which says the same tokens: what it makes of the bundled one fits a CPU's caches."""
     say("measuring round times")
-    with tempfile.TemporaryDirectory(prefix="paceline-replay-") as room:
+    with tempfile.TemporaryDirectory(prefix="paceline-replay-") as room, held_threads(1):
         folder = pad_target(Path(room, "target"))
         target = load_target(str(folder))
         drafter = load_named_drafter(copy_drafter("bundled", folder, Path(room, "drafter")), target)
-        tree = TreeConfig(
-            policy="fixed", max_draft_tokens=NUM_NODES
-        )  # which drafts in every round, whether it pays or not
+        # Drafts in every round, whether it pays or not.
+        tree = TreeConfig(policy="fixed", max_draft_tokens=NUM_NODES)
         engine = build_engine(target, drafter, EngineConfig(tree=tree), "bundled")
         texts = load_prompts(config.buckets[0], None, config.batch_size, config.seed)
         prompts = [encode(target, p.text) for p in texts]
@@ -321,7 +320,7 @@ def _run(
     )  # fmt: skip
     done = read_finished(cache)
     rows: list[Row] = []
-    with held_threads(1), progress(console, "live replay", num_orders * len(chosen)) as bar:
+    with progress(console, "live replay", num_orders * len(chosen)) as bar:
         service = LiveService(config, data, cache, bar.say)
         for order in range(num_orders):
             for variant in chosen:

@@ -28,7 +28,6 @@ from paceline.bandit.replay.logged import prepare
 from paceline.bandit.replay.scenario import Scenario
 from paceline.bandit.replay.simulate import Cell, draw_world, policy_config
 from paceline.bandit.replay.world import World, record
-from paceline.bench.common.engine_run import held_threads
 from paceline.bench.common.terminal import new_table
 from paceline.bench.replay.live import ORDERS, SMALL, LiveConfig, LiveService
 from paceline.bench.replay.plan import Task, Variant
@@ -164,7 +163,6 @@ def run_live_check(
     Texts, jobs and scores are kept in `cache` (the --resume folder), so that no job is trained twice.
     """
     with (
-        held_threads(1),
         tempfile.TemporaryDirectory(prefix="paceline-off-policy-") as own,
         console.status("preparing texts and round times") as status,
     ):

@@ -27,7 +27,7 @@ from paceline.kernels.cpu.trees import Record
 def load_suffixes() -> ctypes.PyDLL | None:
     """The library with its functions of texts, or None where the CPU's native code is not used.
 
-    They are called with the interpreter's lock held: they take microseconds, a whole step one or two hundred, and getting a
+    They are called with the interpreter's lock held: they take microseconds, a whole step a millisecond, and getting a
     released lock back from a busy thread takes milliseconds.
     """
     library = load_library() if choose_isa() is not None else None
