@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -269,7 +270,8 @@ class LiveOutcomes:
         states = self.service.cache / "learners"
         shutil.rmtree(states / job_id, ignore_errors=True)  # of a replay that was killed
         if previous and (states / previous).is_dir():
-            shutil.copytree(states / previous, states / job_id)
+            # by links: a state is written once, under the hash of its content
+            shutil.copytree(states / previous, states / job_id, copy_function=os.link)
         result = run_training_job(
             job,
             MergedStore(self.service.stores),
