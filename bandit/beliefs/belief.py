@@ -68,6 +68,8 @@ class BucketBelief(msgspec.Struct, frozen=True, kw_only=True):
     """Of these, written since the last job on the bucket."""
     learned_rows: int
     """Rows of the bucket that the live version was trained on."""
+    first_rows: int = 0
+    """Rows of it that the first version was trained on, before this service."""
     learner_rows: int = 0
     """Rows that the bucket's learner has learned since the live version, which the next burst goes on with."""
     learner_parameters: str = ""

@@ -391,11 +391,10 @@ class Controller:
             self._state.policy, self._state.last_hold = name, ""
 
     def bank(self) -> Bank:
-        """The bank as of the latest epoch; it starts with as much of `policy.bank_s` as serving keeps one device busy."""
+        """The bank as of the latest epoch; it starts with `policy.bank_s` for every device that serving keeps busy."""
         state = self._state
-        busy = 1.0 if state.busy is None else min(state.busy, 1.0)
         return Bank(
-            start_s=self._config.bank_s * busy if state.bank_start_s is None else state.bank_start_s,
+            start_s=self._config.bank_s * state.devices() if state.bank_start_s is None else state.bank_start_s,
             income_s=state.income_s,
             saved_s=state.ledger.totals.saved_s(),
             saved_error_s=state.ledger.totals.saved_error_s(),

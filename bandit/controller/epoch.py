@@ -32,6 +32,7 @@ def close_epoch(state: ControllerState, now: float, context: HostContext, bank_i
         state.total_load = _steadied(state.total_load, total_load, weight)
     if now > start and (served_s > 0 or state.busy is not None):  # from the first request on, quiet epochs count
         state.busy = _steadied(state.busy, served_s / (now - start), weight)
+        state.served_s, state.watched_s = state.served_s + served_s, state.watched_s + now - start
     num_seen = int(bool(state.meters))  # the load of a bucket that joins others grows from 0, as theirs falls
     for name in sorted(set(state.meters) | set(state.latest)):
         meter = state.meters.setdefault(name, BucketMeter(num_epochs=num_seen))
@@ -193,6 +194,7 @@ def bucket_beliefs(state: ControllerState, config: PolicyConfig, context: HostCo
             usable_rows=usable,
             fresh_rows=fresh,
             learned_rows=learned_rows(state, context, version).get(name, 0),
+            first_rows=learned_rows(state, context, context.first_version).get(name, 0),
             learner_rows=learner[0],
             learner_parameters=learner[1],
             unsure=state.unsure.get(name) if learner[0] else None,

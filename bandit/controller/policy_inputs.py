@@ -14,6 +14,9 @@ from paceline.bandit.policies.view import View
 from paceline.config import PolicyConfig
 from paceline.contracts import ArmSpec, Group
 
+HOPE_S = 3600.0
+"""Seconds of serving whose income may be spent on hopes before it has come: in no hour do they cost more than its income."""
+
 
 def build_view(
     state: ControllerState,
@@ -69,7 +72,7 @@ def build_view(
         ),
         recalls=tuple(recalls),
         balance_s=bank.balance_s,
-        income_left_s=bank.income_left_s,
+        hope_s=bank.hope_s(config.bank_income * state.devices() * HOPE_S),
         horizon_s=horizon,
         since_job_s=now - state.last_job_started,
         is_job_running=context.job_running or state.job is not None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import msgspec
@@ -127,7 +128,11 @@ class ControllerState(msgspec.Struct):
     income_s: float = 0.0
     """What the bank got of the time that was served."""
     busy: float | None = None
-    """Share of the time that serving keeps a device busy; None before the first request."""
+    """Devices that serving has kept busy for some minutes; None before the first request."""
+    served_s: float = 0.0
+    """Device-seconds that serving took."""
+    watched_s: float = 0.0
+    """Seconds since the first request."""
 
     actions: dict[int, Decision] = {}
     outcomes: dict[int, JobOutcome] = {}
@@ -178,6 +183,15 @@ class ControllerState(msgspec.Struct):
         """The decision that last gave a version to a bucket, None when none did."""
         own, whole = (self.owners.get(b, {}).get(version) for b in (bucket, ""))
         return max((o for o in (own, whole) if o is not None), default=None)
+
+    def devices(self) -> float:
+        """Devices that serving keeps busy: a part of one as for some minutes, more than one as over the service's life, of which
+        a spike is little."""
+        if self.busy is None:
+            return 1.0
+        whole = math.floor(self.served_s / self.watched_s) if self.watched_s > 0 else 0
+        there = 1 if self.context is None else self.context.num_replicas
+        return min(self.busy, float(max(min(whole, there), 1)))
 
     def reserved_s(self) -> float:
         """What the job in flight is still expected to cost, beyond what is booked for it already."""

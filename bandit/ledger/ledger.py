@@ -101,14 +101,13 @@ class Bank(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.start_s, self.income_s)
 
     @property
-    def income_left_s(self) -> float:
-        """The income so far, less everything that was spent or is held, whatever was saved."""
-        return self.income_s - self.spent_s - self.reserved_s
-
-    @property
     def balance_s(self) -> float:
         saved = self.saved_s - self.saved_error_s if self.saved_s > 0 else self.saved_s
         return self.credit_s + max(saved, min(self.saved_s, 0.0)) - self.spent_s - self.reserved_s
+
+    def hope_s(self, income_s: float) -> float:
+        """The balance if the credit were the income, and at least `income_s`."""
+        return self.balance_s - self.credit_s + max(self.income_s, income_s)
 
     def time_limit_s(self, job_time_limit_s: float, rate: float, after_s: float) -> float:
         """Longest run of a job that the balance covers.

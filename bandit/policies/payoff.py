@@ -82,7 +82,7 @@ class PayoffPolicy:
             view,
             "bank",
             "{arm} on {bucket} would save {saving:.1f} s for {cost:.1f} s, which may become {margin:.2f} times as much, but "
-            "the bank holds {balance:.1f} s" + (" of its income, which hopes are paid from." if best.is_hope else "."),
+            "the bank holds {balance:.1f} s" + (" for hopes." if best.is_hope else "."),
             at=best.bucket,
             margin=view.cost_margin,
             balance=_funds(view, best),
@@ -137,8 +137,8 @@ class PayoffPolicy:
 
 
 def _funds(view: View, job: PricedJob) -> float:
-    """What the job may cost. Hopes are paid from the income alone, so that they never cost more than its share of the time."""
-    return min(view.balance_s, view.income_left_s) if job.is_hope else view.balance_s
+    """What the job may cost."""
+    return min(view.balance_s, view.hope_s) if job.is_hope else view.balance_s
 
 
 def _about(job: PricedJob) -> dict[str, Any]:

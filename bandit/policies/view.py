@@ -24,8 +24,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     jobs: tuple[PricedJob, ...]
     recalls: tuple[PricedRecall, ...]
     balance_s: float
-    income_left_s: float = 0.0
-    """What the bank has got as a share of the time served, less everything that was spent."""
+    hope_s: float = 0.0
+    """What of the balance may be spent on hopes: their credit is the income, the first hour's in advance."""
     horizon_s: float
     since_job_s: float
     is_job_running: bool

@@ -76,3 +76,18 @@ def test_the_time_limit_leaves_money_for_what_follows_the_training():
 def test_the_credit_is_the_starting_balance_until_the_income_is_more(start, income, spent):
     bank = Bank(start_s=start, income_s=income, saved_s=0.0, saved_error_s=0.0, spent_s=spent)
     assert bank.balance_s == pytest.approx(max(start, income) - spent)
+
+
+@given(
+    start=st.floats(0, 100),
+    income=st.floats(0, 100),
+    saved=st.floats(-50, 100),
+    spent=st.floats(0, 300),
+    ahead=st.floats(0, 50),
+)
+def test_hopes_have_what_was_earned_or_will_be_soon_whatever_the_starting_balance(start, income, saved, spent, ahead):
+    def hopes(start_s: float) -> float:
+        return Bank(start_s=start_s, income_s=income, saved_s=saved, saved_error_s=1.0, spent_s=spent).hope_s(ahead)
+
+    assert hopes(start) == pytest.approx(hopes(0.0), abs=1e-9)
+    assert hopes(start) <= max(income, ahead) + max(saved, 0.0) - spent + 1e-9
