@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
+import hashlib
 import importlib.metadata
 import math
 import os
@@ -398,6 +399,11 @@ class TokenEntry:
             self.tenant is None or self.role == "client", "tokens.tenant must be absent with role admin", self.tenant
         )
 
+    @property
+    def digest(self) -> bytes:
+        """SHA-256 of the token."""
+        return bytes.fromhex(self.sha256) if self.sha256 else hashlib.sha256((self.token or "").encode()).digest()
+
 
 @record("")
 class TokenFile:
@@ -410,6 +416,11 @@ class TokenFile:
     def __post_init__(self) -> None:
         for name in self.tenants:
             require(is_label(name), f"tenants {LABEL_RULE}", name)
+        places: dict[bytes, int] = {}
+        for place, entry in enumerate(self.tokens):
+            first = places.setdefault(entry.digest, place)
+            if first != place:
+                raise ConfigError(f"tokens[{place}] is the same token as tokens[{first}]; each needs its own")
 
 
 DEFAULT_PORT = 8000

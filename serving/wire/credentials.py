@@ -153,12 +153,11 @@ class Tokens:
 
 def _entries(tokens: Iterable[TokenEntry]) -> Iterable[_Known]:
     for entry in tokens:
-        digest = bytes.fromhex(entry.sha256) if entry.sha256 is not None else _digest(entry.token or "")
-        short = digest.hex()[:12]
+        short = entry.digest.hex()[:12]
         tenant = None
         if entry.role == CLIENT_ROLE:
             tenant = entry.tenant or f"{OWN_PREFIX}{entry.name or short}"
-        yield _Known(digest, Holder(role=entry.role, name=entry.name or f"token {short}", tenant=tenant))
+        yield _Known(entry.digest, Holder(role=entry.role, name=entry.name or f"token {short}", tenant=tenant))
 
 
 def _digest(token: str) -> bytes:

@@ -22,6 +22,7 @@ tokens:
 tenants:
   acme: {requests_per_minute: 60, max_unfinished: 2}
 """
+SHA256 = hashlib.sha256(b"s3cret").hexdigest()
 
 
 def write(path, text: str) -> None:
@@ -66,7 +67,8 @@ def test_a_changed_file_is_taken_without_a_restart_and_a_broken_one_changes_noth
         write(path, "tokens: [{token: s3cret-new, tenant: acme}]")
         wait_until(lambda: held(tokens, "s3cret-new") is not None)
         assert held(tokens, "s3cret-a") is None, "withdrawn"
-        for broken in ("tokens: [{token: s3cret-x, rol: admin}]", "tokens: [s3cret-y", "- s3cret-z"):
+        twice = "tokens: [{token: s3cret-x, tenant: acme}, {token: s3cret-x, role: admin}]"
+        for broken in ("tokens: [{token: s3cret-x, rol: admin}]", "tokens: [s3cret-y", "- s3cret-z", twice):
             caplog.clear()
             write(path, broken)
             wait_until(lambda: "is not used" in caplog.text)
@@ -112,6 +114,14 @@ def test_a_file_that_is_emptied_and_then_written_shuts_nobody_out(path, monkeypa
         ("tokens: [{token: 123456}]", r"tokens\[0\].token must be"),
         ("tenants: {acme: {max_unfinished: 0}}", "max_unfinished must be >= 1"),
         ("tenants: {'~x': {}}", "tenants must be 1 to 64"),
+        (
+            "tokens: [{token: a}, {token: s3cret}, {token: s3cret, role: admin}]",
+            r": tokens\[2\] is the same .* tokens\[1\];",
+        ),
+        (
+            f"tokens: [{{token: s3cret}}, {{sha256: {SHA256.upper()}}}]",
+            r": tokens\[1\] is the same token as tokens\[0\];",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_meant_is_refused_without_telling_a_token(tmp_path, text, message):
