@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -99,39 +103,65 @@ def run_all(
     """
     done = read_finished(resume) if resume is not None else {}
     todo = [t for t in tasks if t.key not in done]
-    with _appender(resume) as append, progress(console, title, len(tasks)) as bar:
+    rows = closing(_rows(todo, workers, ray_address, run_one))
+    with _appender(resume) as append, progress(console, title, len(tasks)) as bar, rows as found:
         bar.step(len(tasks) - len(todo), "resumed")
-        for row in _rows(todo, workers, ray_address, run_one):
+        for row in found:
             done[row["key"]] = row
             append(row)
             bar.step(1, f"{row['cell']} {row['label']}")
     return [done[t.key] for t in tasks]
 
 
-def _rows(todo: Sequence[Task], workers: int, ray_address: str | None, run_one: RunOne) -> Iterable[Row]:
+def _rows(todo: Sequence[Task], workers: int, ray_address: str | None, run_one: RunOne) -> Generator[Row, None, None]:
     if not todo:
-        return iter(())
+        return
     if ray_address is not None:
-        return _on_ray(todo, ray_address, run_one)
-    if workers == 1:
-        return map(run_one, todo)
-    return _on_cores(todo, workers, run_one)
+        yield from _on_ray(todo, ray_address, run_one)
+    elif workers == 1:
+        yield from map(run_one, todo)
+    else:
+        yield from _on_cores(todo, workers, run_one)
 
 
 def _on_cores(todo: Sequence[Task], workers: int, run_one: RunOne) -> Iterator[Row]:
-    import multiprocessing
-
+    """Rows as processes finish them; the processes end with the iterator, in the midst of a run where it is closed early."""
     context = multiprocessing.get_context("spawn")  # no half-copied threads of the parent
-    with ProcessPoolExecutor(min(workers, len(todo)), mp_context=context) as pool:
-        futures = [pool.submit(run_one, task) for task in todo]
+    others = set(multiprocessing.active_children())
+    with _one_interrupt(), ProcessPoolExecutor(min(workers, len(todo)), mp_context=context) as pool:
         try:
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # workers inherit it: they hear no Ctrl-C
+            try:
+                futures = [pool.submit(run_one, task) for task in todo]
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for future in as_completed(futures):
                 yield future.result()
         except BrokenProcessPool as e:
             raise PacelineError("a replay worker died (out of memory?); run again with --resume and fewer workers") from e  # fmt: skip
-        finally:
-            for future in futures:
-                future.cancel()
+        except BaseException:
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.kill()
+            raise
+
+
+@contextmanager
+def _one_interrupt() -> Iterator[None]:
+    """The first Ctrl-C stops what is done in the block; those after it do not disturb how it ends."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    is_mine = threading.current_thread() is threading.main_thread()
+    if not is_mine or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _on_ray(todo: Sequence[Task], address: str, run_one: RunOne) -> Iterator[Row]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from rich.console import Console
 
@@ -14,6 +15,7 @@ from paceline.bandit.replay.scenario import Scenario
 from paceline.bench.replay.plan import parse_sweep, plan, policy_names, read_scenarios, variants
 from paceline.bench.replay.run import RUNS_FILE, check_folder, read_finished, run_all
 from paceline.errors import ConfigError
+from tests.helpers.api_server import wait_until
 
 QUIET = Console(quiet=True)
 CELLS = [Scenario(name=n, regime_s=200.0, duration_s=400.0, recurrence=r) for n, r in (("one", "cycle"), ("two", "fresh"))]  # fmt: skip
@@ -38,6 +40,34 @@ def test_rows_come_in_the_order_of_the_tasks_and_hold_their_names(rows):
 def test_two_processes_give_the_rows_of_one(rows):
     found = run_all(_tasks(1), workers=2, resume=None, console=QUIET)
     assert found == rows[:6]
+
+
+@pytest.mark.parametrize("gap_s", [None, 0.02])
+def test_interrupts_of_the_whole_group_end_it_with_its_workers(tmp_path, gap_s):
+    scenario = tmp_path / "long.yaml"
+    scenario.write_text("regime_s: 20000\nduration_s: 2000000\n")
+    command = [sys.executable, "-m", "paceline.cli.main", "replay", str(scenario), "--policies", "payoff", "--seeds", "4", "--workers", "2"]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        wait_until(lambda: len(_workers(process.pid)) == 2 or process.poll() is not None)
+        workers = _workers(process.pid)
+        wait_until(lambda: all(w.cpu_times().user > 0.5 for w in workers))
+        for wait_s in (0.0, *(() if gap_s is None else (gap_s,))):
+            time.sleep(wait_s)  # as two presses of Ctrl-C are apart
+            os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=20) != 0
+        wait_until(lambda: not any(w.is_running() for w in workers))
+    finally:
+        for left in (*_workers(process.pid), process):
+            left.kill()
+
+
+def _workers(pid: int) -> list[psutil.Process]:
+    """Worker processes of a replay."""
+    try:
+        return [p for p in psutil.Process(pid).children() if "spawn_main" in " ".join(p.cmdline())]
+    except psutil.Error:  # ended
+        return []
 
 
 @pytest.mark.slow
