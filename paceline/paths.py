@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -219,6 +220,13 @@ def check_output(path: Path | None, option: str) -> Path | None:
     return path
 
 
+def check_folder(folder: Path, file: str, option: str) -> None:
+    """Raise ConfigError unless `file` can be written in `folder`, which is made; `option` is what the error names."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{option} must be a folder, got {str(folder)!r}")
+    check_output(folder / file, option)
+
+
 def keep_private() -> None:
     """From now on nobody but this process' user may read what it and its children write: files 0600 in folders 0700.
 
@@ -232,6 +240,16 @@ def make_private(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(PermissionError):  # a shared folder of another owner, whose rules hold
         folder.chmod(0o700)
+
+
+def check_private(folder: Path, option: str) -> None:
+    """`make_private` for a folder that must be writable. option: the name that the error says. Raises: ConfigError."""
+    try:
+        make_private(folder)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as e:
+        raise ConfigError(f"{option} must be a folder that can be written, got {str(folder)!r}: {e.strerror}") from e
 
 
 @contextlib.contextmanager

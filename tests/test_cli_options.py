@@ -14,7 +14,7 @@ import typer
 from typer.testing import CliRunner
 
 import paceline.infra.app as serve_command
-from paceline.cli.main import app
+from paceline.cli.main import app, main
 from paceline.cli.options import command, given_words
 from paceline.errors import ConfigError
 from paceline.infra.service.preflight import has_gpu_driver
@@ -280,3 +280,12 @@ def test_training_says_how_far_it_is_without_a_terminal(monkeypatch):
         "training drafter: 10 of 1,000  phase text  tokens_per_s 12.35",
         "training drafter: 1,000 of 1,000  phase text  tokens_per_s 12.35",
     ]
+
+
+def test_a_file_that_fails_is_one_sentence(tmp_path, monkeypatch, capsys):
+    (tmp_path / "services" / "paceline" / "controller.msgpack").mkdir(parents=True)
+    monkeypatch.setattr(sys, "argv", ["paceline", "backup", "--data-dir", str(tmp_path), "--out", str(tmp_path / "o")])
+    with pytest.raises(SystemExit) as end:
+        main()
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.startswith("error: ") and said.endswith("controller.msgpack: Is a directory\n")

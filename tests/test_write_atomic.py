@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.paths import open_atomic, open_folder, write_atomic
+from paceline.paths import check_folder, check_private, open_atomic, open_folder, write_atomic
 
 
 def test_text_and_bytes_replace_the_file_and_make_its_folder(tmp_path):
@@ -55,3 +55,25 @@ def test_a_folder_that_holds_something_is_refused_at_the_start_and_at_the_end(tm
         (tmp_path / "late").mkdir()
         (tmp_path / "late" / "theirs").touch()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "late"]
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "runs.jsonl").mkdir()
+    for folder, message in (
+        (tmp_path / "file", "resume must be a folder, got"), (tmp_path, "resume must name a file .* Is a directory"),
+        (tmp_path / "file" / "below", "resume must name a file"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            check_folder(folder, "runs.jsonl", "resume")
+    check_folder(tmp_path / "new", "runs.jsonl", "resume")
+    assert (tmp_path / "new").is_dir() and not list((tmp_path / "new").iterdir())
+
+
+def test_a_private_folder_that_cannot_be_made_or_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match="data-dir must be a folder that can be written, got"):
+            check_private(folder, "data-dir")
+    check_private(tmp_path / "new", "data-dir")
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700

@@ -38,8 +38,9 @@ from paceline.bench.replay.report import (
     print_report,
     write_suggestion,
 )
-from paceline.bench.replay.run import RUNS_FILE, Row, check_folder, row_of, run_all
+from paceline.bench.replay.run import RUNS_FILE, Row, row_of, run_all
 from paceline.errors import ConfigError
+from paceline.paths import check_folder
 from paceline.records import DataFolder, HtmlFile, JsonFile, Setting, record
 
 LIVE = ("live", "live-small")

@@ -16,8 +16,8 @@ from paceline.bandit.replay.simulate import Cell
 from paceline.bandit.replay.table import table_of
 from paceline.bench.replay.plan import parse_sweep, policy_names, read_scenarios, variants
 from paceline.bench.replay.report import Row, net_percent
-from paceline.bench.replay.run import check_folder
 from paceline.errors import ConfigError
+from paceline.paths import check_folder
 
 Columns = dict[str, list[Any]]
 """Name -> one value a row; all of one length."""

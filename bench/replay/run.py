@@ -24,7 +24,6 @@ from paceline.bandit.replay.world import RunResult
 from paceline.bench.common.terminal import progress
 from paceline.bench.replay.plan import Task
 from paceline.errors import ConfigError, PacelineError
-from paceline.paths import check_output
 
 RUNS_FILE = "runs.jsonl"
 Row = dict[str, Any]
@@ -53,13 +52,6 @@ def row_of(task: Task, result: dict[str, Any]) -> Row:
     """A run's row: what was run and what came of it."""
     return {"key": task.key, "cell": task.scenario.name, "family": task.scenario.family, "policy": task.variant.policy,
             "settings": dict(task.variant.settings), "label": task.variant.label, "seed": task.seed, **result}  # fmt: skip
-
-
-def check_folder(folder: Path, file: str, option: str) -> None:
-    """Raise ConfigError unless `file` can be written in `folder`, which is made; `option` is what the error names."""
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{option} must be a folder, got {str(folder)!r}")
-    check_output(folder / file, option)
 
 
 def read_finished(folder: Path) -> dict[str, Row]:

@@ -24,7 +24,7 @@ from paceline.errors import ConfigError, PacelineError
 from paceline.infra.service.stores import StorePaths, is_adaptive
 from paceline.infra.state.layout import prepare_home
 from paceline.machine import claim_port
-from paceline.paths import resolve_drafter, resolve_model
+from paceline.paths import check_private, resolve_drafter, resolve_model
 from paceline.records import build
 
 log = logging.getLogger(__name__)
@@ -58,11 +58,13 @@ def cluster_address(config: ServiceConfig) -> str | None:
 def check_early(config: ServiceConfig) -> None:
     """Refuse what can be refused before Ray or torch is loaded, which takes seconds; for a process without a Ray.
 
-    Raises: ConfigError when a model or drafter is not there, its device has no driver, or its port is taken.
+    Raises: ConfigError when a model or drafter is not there, its device has no driver, its data folder cannot be
+    written, or its port is taken.
     """
     resolve_model(config.model)
     resolve_drafter(config.drafter, config.model)
     _check_driver(config)
+    check_private(Path(config.data_dir).expanduser(), "data_dir")
     if config.policy.end_s <= time.time():
         log.warning("policy.ends_at=%s is over: payoff and thompson will learn nothing", config.policy.ends_at)
     if cluster_address(config) is None and config.port:  # a cluster's proxy may have it, and be ours

@@ -7,6 +7,7 @@ writes every half minute, and entries of the log that are newer than it count fo
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import io
@@ -31,7 +32,7 @@ from paceline.infra.state.layout import DECISIONS
 from paceline.infra.state.redis_clients import Keys, patient_client, redact
 from paceline.infra.state.redis_server import EmbeddedRedis
 from paceline.machine import SystemClock
-from paceline.paths import LEARNERS, REGISTRY, TRACES, keep_private, make_private, open_atomic, service_home
+from paceline.paths import LEARNERS, REGISTRY, TRACES, check_private, keep_private, open_atomic, service_home
 from paceline.records import Setting, record, require
 
 FORMAT = 1
@@ -64,7 +65,7 @@ class BackupOptions:
     Example: paceline backup --data-dir /mnt/paceline --out paceline.tar.
     """
 
-    out: A[Path, Setting("New file.")]
+    out: A[Path, Setting("New file.", is_output=True)]
     data_dir: A[Path, Setting("Data folder of the service.")] = Path("~/.cache/paceline")
     model_name: A[str, Setting("Name of the service in /v1/models.")] = "paceline"
     traces: A[bool, Setting("The captured traces too: token ids and hidden states of users' requests.")] = False
@@ -164,8 +165,9 @@ def run_restore(options: RestoreOptions, console: Console) -> Manifest:
     """
     keep_private()
     data_dir = options.data_dir.expanduser()
-    make_private(data_dir)
     services = data_dir.resolve() / "services"
+    made = [folder for folder in (services, *services.parents) if not folder.exists()]
+    check_private(data_dir, "data-dir")
     services.mkdir(exist_ok=True)
     part = services / f".restore.{uuid.uuid4().hex}"
     try:
@@ -174,8 +176,9 @@ def run_restore(options: RestoreOptions, console: Console) -> Manifest:
         is_embedded = not options.redis_url and (data_dir / "redis").is_dir()
         if home.exists() and not options.redis_url and not is_embedded:
             raise PacelineError(
-                f"redis-url must name the Redis of service {manifest.model_name!r}: it has run in {home} without an embedded "
-                "one, and what its Redis holds would count more than the backup; move that folder away if there is none any more"
+                f"redis-url must name the Redis of service {manifest.model_name!r}, which has no embedded one beside {home}: what "
+                "its Redis holds would count more than the backup; move that folder away if there is none, as after a restore "
+                "without a start"
             )
         server = EmbeddedRedis(data_dir).start() if is_embedded else None
         try:
@@ -199,6 +202,9 @@ def run_restore(options: RestoreOptions, console: Console) -> Manifest:
                 server.stop()
     finally:
         shutil.rmtree(part, ignore_errors=True)
+        for folder in made:  # empty ones, where nothing was restored
+            with contextlib.suppress(OSError):
+                folder.rmdir()
     console.print(
         f"service {manifest.model_name!r}: {len(manifest.files)} files restored to {home}; start it with this data folder",
         highlight=False, soft_wrap=True,
@@ -231,7 +237,7 @@ def _unpack(backup: Path, folder: Path) -> Manifest:
                 found[info.name] = _copy(source, folder / name)
     except (tarfile.TarError, EOFError, msgspec.DecodeError) as e:
         raise PacelineError(f"backup must be a file that `paceline backup` wrote, got {backup}: {e}") from e
-    except FileNotFoundError as e:
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as e:
         raise PacelineError(f"backup must be a file that `paceline backup` wrote, got {backup}: {e.strerror}") from e
     if manifest is None:
         raise PacelineError(f"backup {backup} was cut off: it has no {MANIFEST}")

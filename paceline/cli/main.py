@@ -145,11 +145,14 @@ add_training(app)
 
 
 def main() -> None:
-    """Run the command line; an error made on purpose becomes one sentence and exit code 2."""
+    """Run the command line; an error made on purpose, or of a file, becomes one sentence and exit code 2."""
     try:
         app()
-    except PacelineError as e:
-        Console(stderr=True).print("[red]error:[/red]", escape(str(e)), highlight=False, soft_wrap=True)
+    except (PacelineError, OSError) as e:
+        if isinstance(e, OSError) and e.filename is None:
+            raise
+        words = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) else str(e)
+        Console(stderr=True).print("[red]error:[/red]", escape(words), highlight=False, soft_wrap=True)
         sys.exit(2)
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from paceline.bandit.replay.scenario import Scenario
 from paceline.bench.replay.plan import parse_sweep, plan, policy_names, read_scenarios, variants
-from paceline.bench.replay.run import RUNS_FILE, check_folder, read_finished, run_all
+from paceline.bench.replay.run import RUNS_FILE, read_finished, run_all
 from paceline.errors import ConfigError
 from tests.helpers.api_server import wait_until
 
@@ -107,19 +107,6 @@ def test_a_line_that_lacks_what_a_report_needs_is_damaged(tmp_path, rows):
     (tmp_path / RUNS_FILE).write_text(json.dumps({k: v for k, v in rows[0].items() if k != "spent"}) + "\n")
     with pytest.raises(ConfigError, match=r"line 1 is damaged .*`spent`"):
         read_finished(tmp_path)
-
-
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    (tmp_path / RUNS_FILE).mkdir()
-    for folder, message in (
-        (tmp_path / "file", "resume must be a folder, got"), (tmp_path, "resume must name a file .* Is a directory"),
-        (tmp_path / "file" / "below", "resume must name a file"),
-    ):  # fmt: skip
-        with pytest.raises(ConfigError, match=message):
-            check_folder(folder, RUNS_FILE, "resume")
-    check_folder(tmp_path / "new", RUNS_FILE, "resume")
-    assert (tmp_path / "new").is_dir() and not list((tmp_path / "new").iterdir())
 
 
 def test_another_setting_is_another_run(tmp_path):

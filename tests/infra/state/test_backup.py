@@ -174,7 +174,8 @@ def test_a_redis_that_is_not_named_is_not_passed_over_in_silence(service, shared
     shutil.rmtree(data_dir / "redis")  # as it is where the Redis is another computer's
     home = service_home(data_dir, keys.model)
     before = sorted(home.rglob("*"))
-    assert "redis-url must name the Redis" in run("restore", out, "--data-dir", data_dir, "--replace", code=1)
+    refusal = run("restore", out, "--data-dir", data_dir, "--replace", code=1)
+    assert "redis-url must name the Redis" in refusal and "move that folder away if there is none" in refusal
     assert sorted(home.rglob("*")) == before
     named = run("restore", out, "--data-dir", data_dir, "--replace", "--redis-url", shared_redis.url)
     assert "no --redis-url was given" not in named
@@ -219,8 +220,12 @@ def test_a_backup_that_is_damaged_changes_nothing(service, keys, tmp_path):
     for data in (whole[: len(whole.rstrip(b"\0")) // 2], b"", b"junk" * 1000):  # an archive ends with zeros
         out.write_bytes(data)
         assert "backup" in run("restore", out, "--data-dir", there, code=1)
-    assert "backup must be a file" in run("restore", tmp_path / "nowhere", "--data-dir", there, code=1)
-    assert not (tmp_path / "evil").exists() and not list((there / "services").iterdir())
+    for nothing in (tmp_path / "nowhere", tmp_path):
+        assert "backup must be a file" in run("restore", nothing, "--data-dir", there, code=1)
+    assert not (tmp_path / "evil").exists() and not there.exists()
+    there.write_text("")
+    assert "data-dir must be a folder that can be written" in run("restore", out, "--data-dir", there, code=1)
+    assert "out must name a file that can be written" in run("backup", "--out", there / "x.tar", code=2)
 
 
 def test_a_learner_that_is_replaced_while_it_is_saved_is_saved_as_it_is_then(service, keys, tmp_path, monkeypatch):
