@@ -69,21 +69,37 @@ def folder_documents(folder: Path) -> list[str]:
     """
     out: list[str] = []
     for path in sorted(folder.rglob("*.jsonl")):
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-            if not line.strip():
-                continue
-            row = json.loads(line)
-            if "messages" in row:
-                out.append(corpus.chat_document(row["messages"]))
-            elif "prompt" in row or "text" in row:
-                out.append(row["prompt"] if "prompt" in row else row["text"])
-            else:
-                raise ConfigError(f"{path}:{number} must hold 'prompt', 'text' or 'messages', got {sorted(row)}")
+        for number, line in enumerate(path.read_bytes().splitlines(), 1):
+            if line.strip():
+                out.append(_document(line, f"{path}:{number}"))
     for path in sorted(folder.rglob("*.txt")):
-        out += [p for p in path.read_text(encoding="utf-8").split("\n\n") if len(p) > 40]
+        try:
+            out += [p for p in path.read_text(encoding="utf-8").split("\n\n") if len(p) > 40]
+        except UnicodeDecodeError as e:
+            raise ConfigError(f"{path} must be UTF-8 text: {e}") from e
     if not out:
         raise ConfigError(f"data must hold .jsonl or .txt files with prompts, found none below {folder}")
     return out
+
+
+def _document(line: bytes, place: str) -> str:
+    """The prompt of a .jsonl line; raises ConfigError with the place."""
+    try:
+        row = json.loads(line)
+    except ValueError as e:  # UnicodeDecodeError is one
+        raise ConfigError(f"{place} must be JSON: {e}") from e
+    kind = next((k for k in ("messages", "prompt", "text") if isinstance(row, dict) and k in row), None)
+    if kind is None:
+        got = sorted(row) if isinstance(row, dict) else type(row).__name__
+        raise ConfigError(f"{place} must hold 'prompt', 'text' or 'messages', got {got}")
+    if kind == "messages":
+        try:
+            return corpus.chat_document(row[kind])
+        except ConfigError as e:
+            raise ConfigError(f"{place}: {e}") from None
+    if not isinstance(row[kind], str):
+        raise ConfigError(f"{place}: {kind} must be text, got {str(row[kind])[:200]}")
+    return row[kind]
 
 
 def draw_prompt(document: str, tokenizer: Any, rng: np.random.Generator, config: RegenerateConfig) -> list[int]:

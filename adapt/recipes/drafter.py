@@ -25,10 +25,11 @@ from paceline.adapt.families.row_batch import collate
 from paceline.adapt.families.target_handle import TargetHandle, TargetTables, load_target_handle
 from paceline.adapt.families.training import StepReport, TrainingRun, training_family, warmup_cosine
 from paceline.adapt.gate.shadow import fixed_rounds, replay_rounds
+from paceline.adapt.recipes.checkpoint import load_checkpoint, save_checkpoint
 from paceline.adapt.recipes.learning_curve import LearningCurve
 from paceline.adapt.recipes.record import add_facts, training_facts, write_provenance
 from paceline.errors import ConfigError
-from paceline.paths import model_version, open_atomic
+from paceline.paths import check_folder, model_version
 from paceline.records import MODELS, Setting, Threads, build, record
 from paceline.serving.drafters.network import DrafterModel
 from paceline.serving.loading.families import save_drafter
@@ -144,11 +145,10 @@ class _Progress:
             "model": self.run.model.state_dict(),
             "optimizer": self.run.optimizer.state_dict(),
         }
-        with open_atomic(path) as file:
-            torch.save(state, file)
+        save_checkpoint(path, state)
 
     def resume(self, path: Path, settings: str, device: str) -> None:
-        state = torch.load(path, weights_only=True, map_location=device)
+        state = load_checkpoint(path, device)
         if state["settings"] != settings:
             raise ConfigError(f"{path} belongs to another recipe or target; delete it or pass its settings")
         self.run.model.load_state_dict(state["model"])
@@ -241,7 +241,7 @@ def train_drafter(
     folder, source = Path(out), Path(target_dir)
     family = training_family(recipe.drafter)
     recipe = family.complete(recipe)
-    folder.mkdir(parents=True, exist_ok=True)
+    check_folder(folder, "config.json", "out")
     torch.manual_seed(recipe.seed)
     text = _write_text(source, data, folder, recipe, device, progress)
     handle = load_target_handle(source, device=device, version=text["target_version"])

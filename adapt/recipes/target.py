@@ -17,8 +17,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from paceline.adapt.data import corpus
+from paceline.adapt.recipes.checkpoint import load_checkpoint, save_checkpoint
 from paceline.errors import ConfigError
-from paceline.paths import open_atomic, write_atomic
+from paceline.paths import check_folder, write_atomic
 from paceline.records import Setting, Threads, count, record, require
 
 log = logging.getLogger(__name__)
@@ -220,11 +221,10 @@ class _TargetRun:
             "rng": json.dumps(self.rng.bit_generator.state),
             "recipe": json.dumps(asdict(self.recipe)),
         }
-        with open_atomic(path) as file:
-            torch.save(state, file)
+        save_checkpoint(path, state)
 
     def resume(self, path: Path) -> None:
-        state = torch.load(path, weights_only=True, map_location=self.device)
+        state = load_checkpoint(path, self.device)
         kept, mine = (
             {k: v for k, v in json.loads(text).items() if k != "num_tokens"}
             for text in (state["recipe"], json.dumps(asdict(self.recipe)))
@@ -258,7 +258,7 @@ def train_target(
     called after every optimizer step. Returns the held-out loss per domain in nats per token.
     Raises: ConfigError when data is missing or the checkpoint belongs to another recipe.
     """
-    out.mkdir(parents=True, exist_ok=True)
+    check_folder(out, "config.json", "out")
     torch.manual_seed(recipe.seed)
     train_docs = {d: corpus.documents(d, data, "train") for d in recipe.domains}
     if (out / "tokenizer.json").is_file():

@@ -194,11 +194,28 @@ def test_every_domain_has_text_however_few_tokens_are_asked_for(tmp_path, target
     assert {t.bucket for s in store.list_shards() for t in store.read_shard(s.shard_id)} == {"a", "b", "c"}
 
 
+def test_an_output_folder_that_cannot_be_one_is_refused(tmp_path, target_dir, prompts_dir):
+    (tmp_path / "out").write_text("")
+    with pytest.raises(ConfigError, match="out must be a folder, got"):
+        train_drafter(target_dir, prompts_dir, tmp_path / "out", DrafterRecipe(domains=(), text=TEXT))
+
+
 def test_foreign_prompts_must_hold_text(tmp_path):
     with pytest.raises(ConfigError, match=r"\.jsonl or \.txt"):
         folder_documents(tmp_path)
-    (tmp_path / "a.jsonl").write_text('{"question": 1}', encoding="utf-8")
-    with pytest.raises(ConfigError, match="must hold 'prompt'"):
+    file = tmp_path / "a.jsonl"
+    for line, message in (
+        (b'{"question": 1}', "must hold 'prompt'"), (b"[1]", "must hold 'prompt', .* got list"),
+        (b'{"prompt": "a', "must be JSON: Unterminated"), (b'{"prompt": "\xe4"}', "must be JSON: 'utf-8' codec"),
+        (b'{"prompt": 7}', "prompt must be text, got 7"), (b'{"text": null}', "text must be text, got None"),
+        (b'{"messages": [{"role": "user"}]}', "messages must be objects"), (b'{"messages": 7}', "messages must be objects"),
+    ):  # fmt: skip
+        file.write_bytes(b'{"prompt": "good"}\n\n' + line)
+        with pytest.raises(ConfigError, match=rf"a\.jsonl:3:? {message}"):
+            folder_documents(tmp_path)
+    file.unlink()
+    (tmp_path / "b.txt").write_bytes(b"\xe4" * 50)
+    with pytest.raises(ConfigError, match=r"b\.txt must be UTF-8 text"):
         folder_documents(tmp_path)
 
 
@@ -267,6 +284,10 @@ def test_an_interrupted_recipe_ends_with_the_same_weights_and_files(tmp_path, ta
     with pytest.raises(ConfigError, match="another recipe"):
         other = dataclasses.replace(recipe, learning_rate=1e-4)
         train_drafter(target_dir, prompts_dir, tmp_path / "a", other)
+    checkpoint = tmp_path / "a" / "checkpoint.pt"
+    checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
+    with pytest.raises(ConfigError, match=r"checkpoint\.pt is damaged .*; delete it to start again"):
+        train_drafter(target_dir, prompts_dir, tmp_path / "a", recipe)
     elsewhere = tmp_path / "target"
     tiny_model("qwen3", layers=5, width=32).save_pretrained(elsewhere)
     tiny_tokenizer(64).save_pretrained(elsewhere)

@@ -83,6 +83,17 @@ def test_checkpoint_of_another_recipe_is_refused(tmp_path):
         train_target.train_target(None, tmp_path, _recipe(seed=4))
 
 
+@pytest.mark.parametrize("kept", [0, 1000, None])
+def test_a_damaged_checkpoint_is_refused_and_left(tmp_path, kept):
+    train_target.train_target(None, tmp_path, _recipe())
+    checkpoint = tmp_path / "checkpoint.pt"
+    damaged = b"junk" * 100 if kept is None else checkpoint.read_bytes()[:kept]
+    checkpoint.write_bytes(damaged)
+    with pytest.raises(ConfigError, match=r"checkpoint\.pt is damaged .*; delete it to start again"):
+        train_target.train_target(None, tmp_path, _recipe())
+    assert checkpoint.read_bytes() == damaged
+
+
 def test_missing_data_folder_says_which_file(tmp_path):
     with pytest.raises(ConfigError, match=r"gsm8k/train\.jsonl must exist; pass --data"):
         corpus.documents("math", tmp_path, "train")
