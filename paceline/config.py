@@ -648,29 +648,66 @@ def max_queued_spans() -> int:
 
 def load_config(path: str | Path) -> ServiceConfig:
     """Read a YAML service configuration; raises ConfigError with the offending key."""
-    return build(ServiceConfig, _read_yaml(path, "configuration"))
+    return build(ServiceConfig, read_yaml(path, "configuration") or {})
 
 
 def load_token_file(path: str | Path) -> TokenFile:
     """Read a YAML file of tokens; raises ConfigError with the offending key, and never with a token."""
+    values = read_yaml(path, "token_file", is_secret=True) or {}
     try:
-        return build(TokenFile, _read_yaml(path, "token_file", is_secret=True))
+        return build(TokenFile, values)
     except ConfigError as e:
         raise ConfigError(f"token_file {path}: {_without_values(e)}") from None
 
 
-def _read_yaml(path: str | Path, what: str, *, is_secret: bool = False) -> Any:
-    """The values of a file; is_secret: no error quotes it."""
+def read_yaml(path: str | Path, what: str, *, is_secret: bool = False) -> Any:
+    """The values of a file, None of an empty one; is_secret: no error quotes it.
+
+    Raises: ConfigError when it cannot be read, is no YAML or gives a key twice, of which YAML's reader drops the first.
+    """
     import yaml
 
     try:
-        return yaml.safe_load(Path(path).expanduser().read_text(encoding="utf-8")) or {}
+        loader = yaml.SafeLoader(Path(path).expanduser().read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+        twice = _repeated_key(root)  # of the document as it is written: merges are written out below
+        values = None if twice or root is None else loader.construct_document(root)
     except OSError as e:
         raise ConfigError(f"{what} {path} must be a readable file: {e.strerror}") from e
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
+    except (yaml.YAMLError, ValueError) as e:  # of other bytes than UTF-8, and of a date such as 2020-13-40
         mark = getattr(e, "problem_mark", None)
-        where = e if not is_secret else "unreadable" if mark is None else f"an error at line {mark.line + 1}"
+        where = " ".join(str(e).split())
+        if is_secret:
+            where = "unreadable" if mark is None else f"an error at line {mark.line + 1}"
         raise ConfigError(f"{what} {path} must be YAML: {where}") from (None if is_secret else e)
+    if twice:
+        name, line, first = twice
+        key = "that" if is_secret else repr(name)
+        raise ConfigError(f"{what} {path} must give each key once: {key} of line {line} is in line {first} already")
+    return values
+
+
+def _repeated_key(root: Any) -> tuple[str, int, int] | None:
+    """(key, its line, the line before that has it) of a mapping in the document."""
+    waiting, seen = [root], set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen or not isinstance(getattr(node, "value", None), list):
+            continue
+        seen.add(id(node))  # an alias is the node that it stands for
+        lines: dict[tuple[str, str], int] = {}
+        for part in node.value:
+            if not isinstance(part, tuple):
+                waiting.append(part)
+                continue
+            key, value = part
+            waiting += [key, value]
+            if isinstance(key.value, str):
+                line, known = key.start_mark.line + 1, (key.tag, key.value)
+                if known in lines:
+                    return key.value, line, lines[known]
+                lines[known] = line
+    return None
 
 
 def _without_values(error: ConfigError) -> str:

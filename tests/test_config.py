@@ -13,6 +13,7 @@ from paceline.config import (
     TreeConfig,
     load_config,
     override,
+    read_yaml,
     to_dict,
     with_absolute_paths,
 )
@@ -72,6 +73,31 @@ def test_yaml_file_is_read_and_bad_yaml_is_refused(tmp_path):
         load_config(path)
     with pytest.raises(ConfigError, match="readable file"):
         load_config(tmp_path / "none.yaml")
+    path.write_text("model_name: 2020-13-40\n")
+    with pytest.raises(ConfigError, match="must be YAML: month"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "line", "first"),
+    [
+        ("port: 1\nengine:\n  port: 1\nport: 2\n", "port", 4, 1), ("engine: {max_running: 4, max_running: 4}\n", "max_running", 1, 1),
+        ("served_model_names:\n  - {a: 1,\n     b: 2,\n     'a': 1}\n", "a", 4, 2),
+    ],
+)  # fmt: skip
+def test_a_key_that_is_given_twice_is_refused_by_name_and_line(tmp_path, text, name, line, first):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(
+        ConfigError, match=f"must give each key once: '{name}' of line {line} is in line {first} already"
+    ):
+        load_config(path)
+
+
+def test_aliases_and_merges_repeat_no_key(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("a: &a {x: 1}\nb: {<<: *a, x: 2}\nc: [*a, *a]\n")
+    assert read_yaml(path, "it") == {"a": {"x": 1}, "b": {"x": 2}, "c": [{"x": 1}, {"x": 1}]}
 
 
 def test_configuration_is_frozen():

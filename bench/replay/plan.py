@@ -18,7 +18,7 @@ from paceline.bandit.replay.grid import GRIDS, grid, named_cells
 from paceline.bandit.replay.scenario import Scenario
 from paceline.bandit.replay.simulate import HINDSIGHT, Cell, policy_config
 from paceline.bandit.replay.table import read_table
-from paceline.config import PolicyConfig, policy_entry_points
+from paceline.config import PolicyConfig, policy_entry_points, read_yaml
 from paceline.errors import ConfigError
 from paceline.records import build
 
@@ -91,14 +91,7 @@ def read_scenarios(source: str) -> list[Cell]:
         return [*found]
     if path.suffix not in (".yaml", ".yml"):
         return grid(source)
-    import yaml
-
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise ConfigError(f"scenario {path} must be a readable file: {e.strerror}") from e
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise ConfigError(f"scenario {path} must be YAML: {' '.join(str(e).split())}") from e
+    values = read_yaml(path, "scenario")
     if not isinstance(values, dict):
         raise ConfigError(f"scenario {path} must be a mapping of settings, got {type(values).__name__}")
     if "cells" not in values:

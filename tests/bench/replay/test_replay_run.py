@@ -172,6 +172,7 @@ def test_policy_names_are_checked_and_all_names_every_one():
         ("cells: 3\n", "cells must be a list"),
         ("- 3\n", "must be a mapping"),
         ("a: [\n", "must be YAML"),
+        ("load: 1\nload: 2\n", r"must give each key once: 'load' of line 2 is in line 1 already"),
         ("load: none\n", "scenario.load must be float"),
         ("cells:\n  - {name: a}\n  - {name: a}\n", "names of their own"),
     ],

@@ -113,6 +113,11 @@ def test_a_file_that_is_emptied_and_then_written_shuts_nobody_out(path, monkeypa
         ("tokens: [{token: s3cret, role: root}]", "must be one of client, admin"),
         ("tokens: [{token: 123456}]", r"tokens\[0\].token must be"),
         ("tenants: {acme: {max_unfinished: 0}}", "max_unfinished must be >= 1"),
+        (
+            "tokens:\n- {token: a}\n- {token: s3cret,\n   token: s3cret-b}\n",
+            "must give each key once: that of line 4 is in line 3",
+        ),
+        ("tokens: [", "must be YAML: an error at line 1"),
         ("tenants: {'~x': {}}", "tenants must be 1 to 64"),
         (
             "tokens: [{token: a}, {token: s3cret}, {token: s3cret, role: admin}]",
@@ -130,6 +135,7 @@ def test_a_file_that_cannot_be_meant_is_refused_without_telling_a_token(tmp_path
     with pytest.raises(ConfigError, match=message) as error:
         load_token_file(path)
     assert "s3cret" not in str(error.value) and "123456" not in str(error.value)
+    assert str(error.value).count("token_file") == 1
     with pytest.raises(ConfigError, match="token_file"):
         Tokens.of(ServiceConfig(token_file=str(path)))
 
