@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 import time
@@ -62,12 +63,14 @@ class ManualClock:
 
 
 def claim_port(host: str, port: int) -> int:
-    """`port` when it is free, a free one for 0; raises ConfigError when it is taken."""
+    """`port` when it is free, a free one for 0; raises ConfigError when it is taken or `host` is no address of this computer."""
     if port == 0:
         return free_port(host)
     try:
         return _bound(host, port)
     except OSError as e:
+        if e.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise _no_address(host, e) from e
         raise ConfigError(f"port {port} on {host} must be free ({e.strerror}); choose another, 0 takes any") from e
 
 
@@ -86,7 +89,11 @@ def free_port(host: str = "127.0.0.1") -> int:
     try:
         return _bound(host, 0)
     except OSError as e:
-        raise ConfigError(f"host must be an address of this computer, got {host!r} ({e.strerror})") from e
+        raise _no_address(host, e) from e
+
+
+def _no_address(host: str, error: OSError) -> ConfigError:
+    return ConfigError(f"host must be an address of this computer, got {host!r} ({error.strerror})")
 
 
 def _bound(host: str, port: int) -> int:

@@ -21,6 +21,13 @@ def test_a_taken_port_is_refused_with_the_fix() -> None:
     assert claim_port("127.0.0.1", 0) > 0
 
 
+@pytest.mark.parametrize("host", ["300.1.1.1", "nowhere.invalid", "203.0.113.9"])
+def test_a_host_that_is_no_address_of_this_computer_is_what_is_refused(host: str) -> None:
+    for port in (0, 8000):
+        with pytest.raises(ConfigError, match=f"host must be an address of this computer, got '{host}'"):
+            claim_port(host, port)
+
+
 def test_a_free_port_lies_where_no_connection_of_this_computer_gets_one() -> None:
     lowest = int(machine._KERNEL_RANGE.read_text().split()[0]) if machine._KERNEL_RANGE.is_file() else 49_152
     found = [free_port() for _ in range(50)]
