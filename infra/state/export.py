@@ -291,12 +291,12 @@ def _note_file(out: Path, name: str, num_rows: int, manifest: dict) -> None:
 
 
 def load_decisions(out: Path) -> list[Decision]:
-    """Exported decisions. Raises PacelineError when the folder holds none."""
+    """Exported decisions, none where the service had none. Raises PacelineError when they were not exported."""
     return _load(out, "decisions.jsonl", Decision)
 
 
 def load_ledger(out: Path) -> list[LedgerEntry]:
-    """Exported ledger entries. Raises PacelineError when the folder holds none."""
+    """Exported ledger entries, none where the service had none. Raises PacelineError when they were not exported."""
     return _load(out, "ledger.jsonl", LedgerEntry)
 
 
@@ -305,6 +305,8 @@ def _load(out: Path, name: str, kind: type[T]) -> list[T]:
         manifest = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             raise PacelineError(f"{out} has export format {manifest['format']}, this version reads {FORMAT}")
+        if any(sentence.startswith(f"{name.partition('.')[0]}: ") for sentence in manifest["missing"]):
+            return []
         with (out / name).open("rb") as lines:
             return [msgspec.json.decode(line, type=kind) for line in lines]
     except FileNotFoundError as e:

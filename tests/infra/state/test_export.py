@@ -82,6 +82,17 @@ def test_what_is_exported_equals_what_the_service_held(served, tmp_path):
     assert json.loads((tmp_path / "out" / MANIFEST).read_text()) == manifest
 
 
+def test_an_export_of_an_empty_ledger_has_no_entries(served, tmp_path):
+    data_dir = served[0]
+    log = data_dir / "decisions.jsonl"
+    log.write_text("".join(line for line in log.read_text().splitlines(keepends=True) if "entry_id" not in line))
+    run_export(ExportOptions(data_dir=data_dir, out=tmp_path / "out", what=("decisions", "ledger")), quiet())
+    assert load_ledger(tmp_path / "out") == [] and load_decisions(tmp_path / "out")
+    run_export(ExportOptions(data_dir=data_dir, out=tmp_path / "other", what=("decisions",)), quiet())
+    with pytest.raises(PacelineError, match=r"holds no exported ledger\.jsonl"):
+        load_ledger(tmp_path / "other")
+
+
 def test_what_is_exported_is_for_its_owner_alone(served, tmp_path):
     before = os.umask(0o022)
     try:
