@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -553,6 +554,14 @@ def _delete(name: str) -> None:
         time.sleep(0.2)
 
 
+def curl_words(url: str, config: ServiceConfig, access: Access) -> str:
+    """A first request, as typed in a shell; TOKEN and CERT stand for the reader's own."""
+    body = json.dumps({"model": config.model_name, "prompt": "Hello", "max_tokens": 32})
+    cert = " --cacert CERT" if config.tls_cert else ""
+    token = " -H 'Authorization: Bearer TOKEN'" if access.tokens.guards_api else ""
+    return f"curl {url}/v1/completions{cert}{token} -H 'content-type: application/json' -d '{body}'"
+
+
 def dashboard_words(url: str, access: Access) -> str:
     """Where the dashboard is and who may use it, or why nobody may."""
     if (reason := access.closed()) is not None:
@@ -627,17 +636,14 @@ def serve_forever(config: ServiceConfig, console: Console) -> None:
                 f"{config.policy.policy}); data in {StorePaths.of(config).home}; Ctrl-C stops it",
                 highlight=False,
             )
-            console.print(
-                f"  curl {service.url}/v1/completions -H 'content-type: application/json' "
-                f'-d \'{{"model": "{config.model_name}", "prompt": "Hello", "max_tokens": 32}}\'',
-                highlight=False, soft_wrap=True,
-            )  # fmt: skip
-            console.print(f"  chat {service.url}/chat", highlight=False)
-            console.print(
-                f"  {dashboard_words(service.url, Access.of(service.config, Tokens.of(service.config)))}",
-                highlight=False,
-                soft_wrap=True,
+            access = Access.of(service.config, Tokens.of(service.config))
+            words = (
+                curl_words(service.url, service.config, access),
+                f"chat {service.url}/chat",
+                dashboard_words(service.url, access),
             )
+            for line in words:
+                console.print(f"  {line}", highlight=False, soft_wrap=True, markup=False)
             while not signals.stop.wait(0.5):
                 pass
         finally:

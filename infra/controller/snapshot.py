@@ -353,6 +353,11 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     has_controller: bool = False
 
     @property
+    def pinned(self) -> str | None:
+        """Version that an operator has pinned; while it is, the policy decides nothing."""
+        return self.bandit.pinned if self.bandit is not None else None
+
+    @property
     def canary(self) -> CanaryRollout | None:
         """The version on trial with its numbers, None when there is none."""
         return self.rollout if isinstance(self.rollout, CanaryRollout) else None
@@ -384,6 +389,8 @@ class VersionList(msgspec.Struct, frozen=True, kw_only=True):
     gen: int
     version: str
     first_version: str
+    pinned: str | None = None
+    """Version that an operator has pinned."""
     class_versions: dict[str, str] = {}
     versions: list[VersionInfo]
 

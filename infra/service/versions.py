@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import time
 from dataclasses import field
 from typing import Annotated as A
@@ -42,6 +43,8 @@ class ServiceAddress:
     ] = None  # fmt: skip
 
     def __post_init__(self) -> None:
+        rule = "url must begin with http:// or https://"
+        require(self.url.lower().startswith(("http://", "https://")), rule, self.url)
         require(not self.token or is_token(self.token), f"token {TOKEN_RULE}", "something else")
 
 
@@ -113,7 +116,7 @@ class PolicyOptions:
 
 @record()
 class BankOptions:
-    """What jobs may cost beyond what was saved."""
+    """docs/policies.md says what the policy does with it."""
 
     bank_s: A[float, Setting("Starting balance, device-seconds.", is_argument=True)]
     service: ServiceAddress = field(default_factory=ServiceAddress)
@@ -125,13 +128,29 @@ def _call(method: str, service: ServiceAddress, path: str, kind: type[T], body: 
     try:
         response = httpx.request(method, url.rstrip("/") + path, json=body, headers=headers, timeout=30.0)
     except (httpx.HTTPError, httpx.InvalidURL) as e:
-        raise PacelineError(f"no service answers at {url} ({type(e).__name__}); start one with `paceline serve`") from e
+        raise PacelineError(_no_answer(url, e)) from e
     try:
         if response.status_code == 200:
             return msgspec.json.decode(response.content, type=kind)
     except msgspec.MsgspecError:
         pass  # a page of somebody else's
     raise PacelineError(f"{url}{path} answered {response.status_code}: {_reason(response)}")
+
+
+def _no_answer(url: str, error: Exception) -> str:
+    """Why a call had no answer, and what to do about it."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return f"the certificate at {url} is not trusted ({cause.verify_message}); set SSL_CERT_FILE to its file, or its signer's"
+    if cause is not None:
+        return f"no TLS is spoken at {url} ({cause.reason}); without it the address begins with http://"
+    if isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
+        return (
+            f"no HTTP is spoken at {url} ({type(error).__name__}); a service with tls_cert has an address with https://"
+        )
+    return f"no service answers at {url} ({type(error).__name__}); start one with `paceline serve`"
 
 
 def _reason(response: httpx.Response) -> str:
@@ -148,11 +167,16 @@ def print_versions(service: ServiceAddress, console: Console, *, as_json: bool) 
     if as_json:
         console.print_json(msgspec.json.encode(found).decode())
         return
-    table = Table(title=f"generation {found.gen}, live {found.version}, first {found.first_version}")
+    pinned = " (pinned)" if found.pinned == found.version else ""
+    table = Table(title=f"generation {found.gen}, live {found.version}{pinned}, first {found.first_version}")
     for name in ("version", "parent", "arm", "bucket", "train rows", "created (UTC)", "serves"):
         table.add_column(name, no_wrap=name in ("version", "parent"), overflow="fold")
     for v in found.versions:
-        serves = [("live", found.version), ("first", found.first_version), *sorted(found.class_versions.items())]
+        serves = [
+            (f"live{pinned}", found.version),
+            ("first", found.first_version),
+            *sorted(found.class_versions.items()),
+        ]
         table.add_row(
             v.version, v.parent or "-", v.arm, v.bucket or "-", str(v.num_train_rows),
             time.strftime("%Y-%m-%d %H:%M", time.gmtime(v.created)),

@@ -144,15 +144,15 @@ def below(prefix: str, app: FastAPI) -> Any:
 
 
 @contextlib.contextmanager
-def serve_app(app: Any, http: Any = Connection) -> Iterator[str]:
-    """Serve `app` with uvicorn on a free loopback port; gives the base URL. http: uvicorn's protocol."""
+def serve_app(app: Any, http: Any = Connection, **tls: Any) -> Iterator[str]:
+    """Serve `app` with uvicorn on a free loopback port; gives the base URL. http: uvicorn's protocol; tls: its ssl_*."""
     port = free_port()
-    server = uvicorn.Server(uvicorn.Config(app, http=http, host="127.0.0.1", port=port, log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(app, http=http, host="127.0.0.1", port=port, log_level="error", **tls))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     wait_until(lambda: server.started)
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield f"{'https' if tls else 'http'}://127.0.0.1:{port}"
     finally:
         server.should_exit = True
         thread.join(10)

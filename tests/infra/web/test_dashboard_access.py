@@ -5,19 +5,22 @@ import contextlib
 import io
 import json
 import logging
+from dataclasses import replace
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from fastapi import Request
 from rich.console import Console
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
+from paceline.config import ServiceConfig
 from paceline.errors import PacelineError
-from paceline.infra.app import dashboard_words
+from paceline.infra.app import curl_words, dashboard_words
 from paceline.infra.controller.snapshot import Snapshot, VersionInfo
 from paceline.infra.service.versions import ServiceAddress, print_versions
 from paceline.infra.state import log as log_module
@@ -28,6 +31,7 @@ from paceline.serving.api.app import build_api
 from paceline.serving.api.generation import ApiParts
 from paceline.serving.wire.credentials import Tokens
 from tests.helpers.api_server import TOKENIZER, ScriptedEngine, serve_app
+from tests.helpers.service_load import make_certificate
 
 
 def request(*, host: str = "127.0.0.1:8000", peer: str = "127.0.0.1", token: str = "", kind: str = "application/json") -> Request:  # fmt: skip
@@ -109,6 +113,7 @@ def test_versions_are_read_by_the_dashboards_rule():
         "gen",
         "version",
         "first_version",
+        "pinned",
         "class_versions",
         "versions",
     }
@@ -144,6 +149,46 @@ def test_the_command_line_says_so_where_the_address_is_somebody_elses(answer: Re
         pytest.raises(PacelineError, match=f"/paceline/versions answered {answer.status_code}"),
     ):
         print_versions(ServiceAddress(url=url), Console(file=io.StringIO()), as_json=as_json)
+
+
+def test_the_table_says_what_is_pinned():
+    versions = [msgspec.to_builtins(v) for v in OneVersion().state().versions]
+    found = {"gen": 2, "version": "a0c1d2e3f4b5", "first_version": "v0", "pinned": "a0c1d2e3f4b5", "versions": versions}
+    shown = io.StringIO()
+    with serve_app(Starlette(routes=[Route("/paceline/versions", lambda _: JSONResponse(found))])) as url:
+        print_versions(ServiceAddress(url=url), Console(file=shown, width=200), as_json=False)
+    assert "live a0c1d2e3f4b5 (pinned), first v0" in shown.getvalue() and "live (pinned)" in shown.getvalue()
+
+
+def test_the_command_line_tells_an_untrusted_certificate_and_a_wrong_scheme_from_a_service_that_is_not_there(
+    tmp_path, monkeypatch
+):
+    cert, key = make_certificate(tmp_path)
+    ask = lambda url: print_versions(ServiceAddress(url=url), Console(file=io.StringIO()), as_json=True)  # noqa: E731
+    with serve_app(app(Access()), ssl_certfile=cert, ssl_keyfile=key) as url:
+        with pytest.raises(
+            PacelineError, match=r"certificate at https://.* is not trusted \(self-signed .*SSL_CERT_FILE"
+        ):
+            ask(url)
+        with pytest.raises(PacelineError, match=r"no HTTP is spoken at http://.*https://"):
+            ask(url.replace("https", "http"))
+        monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+        ask(url)
+    with serve_app(app(Access())) as url, pytest.raises(PacelineError, match=r"no TLS is spoken at https://.*http://"):
+        ask(url.replace("http", "https"))
+    with pytest.raises(PacelineError, match=r"url must begin with http:// or https://, got '127\.0\.0\.1:8000'"):
+        ask("127.0.0.1:8000")
+
+
+def test_the_first_request_that_is_shown_has_what_the_service_asks_for():
+    url, config = "http://127.0.0.1:8000", ServiceConfig()
+    plain = curl_words(url, config, Access())
+    assert plain.startswith(
+        f'curl {url}/v1/completions -H \'content-type: application/json\' -d \'{{"model": "paceline"'
+    )
+    closed = curl_words(url, replace(config, tls_cert="c", tls_key="k"), Access(tokens=Tokens(api_token="api")))
+    assert " --cacert CERT -H 'Authorization: Bearer TOKEN' -H 'content" in closed
+    assert "Bearer" not in curl_words(url, config, Access(tokens=Tokens(admin_token="adm"))), "operators' alone"
 
 
 def test_the_command_line_refuses_an_address_and_a_token_that_are_none():
