@@ -123,6 +123,14 @@ def test_a_torn_last_line_is_left_out_and_a_damaged_one_is_named(served, tmp_pat
         read_log(damaged)
 
 
+@pytest.mark.parametrize("first", [b'{"prompt": "a"}', b"[1]", b"7"])
+def test_lines_of_another_kind_are_no_decision_log(served, tmp_path, first):
+    other = tmp_path / "prompts.jsonl"
+    other.write_bytes(first + b"\n" + served[0].read_bytes())
+    with pytest.raises(ConfigError, match=r"prompts\.jsonl is no decision log: its first line says no kind"):
+        read_log(other)
+
+
 def _lines(path):
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
