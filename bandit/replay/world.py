@@ -11,6 +11,7 @@ import numpy as np
 from paceline.bandit.beliefs.recall import SCORE_SD
 from paceline.bandit.controller.controller import Controller, HostContext
 from paceline.bandit.controller.decision_log import KIND
+from paceline.bandit.ledger.ledger import contradictions
 from paceline.bandit.replay.outcomes import FIRST, REFUSED, Outcomes, TrainOrder, TrainTruth
 from paceline.bandit.replay.scenario import Traffic
 from paceline.config import PolicyConfig
@@ -143,6 +144,9 @@ class World:
 
     def result(self, curve: list[float], times: list[float]) -> RunResult:
         """What came of the steps so far; drains the controller."""
+        decisions, entries = (
+            self.controller.drain()
+        )  # all of the run: the controller itself keeps the latest actions alone
         return RunResult(
             never_s=self.never_s,
             serving_s=self.serving_s,
@@ -155,7 +159,7 @@ class World:
             num_accepted=self.num_accepted,
             num_swaps=self.num_swaps,
             events=self.events,
-            contradictions=self.controller.check(self.controller.drain()[1]),
+            contradictions=contradictions(self.controller.ledger_totals(), entries, decisions),
         )
 
     def stop_job(self) -> bool:

@@ -24,6 +24,15 @@ class Cheapest:
         return train(cheap[0], "It costs {cost:.1f} s.", cost=cheap[0].cost.total_s)
 
 
+class Always:
+    """Trains the first job whenever one may begin."""
+
+    is_self_funded = True
+
+    def choose(self, view: View, rng: np.random.Generator) -> Choice:
+        return train(view.jobs[0], "It is the first.") if view.jobs else hold(view, "none", "There is no job.")
+
+
 class NeedsMore:
     """Cannot be made without an argument."""
 

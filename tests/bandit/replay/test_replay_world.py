@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.bandit.beliefs.observation import fold
+from paceline.bandit.controller.state import MAX_ACTIONS
 from paceline.bandit.policies.table import POLICIES
 from paceline.bandit.replay.scenario import RECURRENCES, Scenario
 from paceline.bandit.replay.simulate import draw_world, policy_config, simulate
@@ -40,6 +41,12 @@ def test_the_ledger_books_what_the_world_spent(policy):
     assert run.ledger.get("interference", 0.0) == pytest.approx(run.spent["interference"], abs=0.25 * run.spent["interference"] + 2.0)  # fmt: skip
     assert run.contradictions == []
     assert run.net_s == pytest.approx(run.never_s - run.serving_s - sum(run.spent.values()))
+
+
+def test_the_books_of_more_jobs_than_the_controller_remembers_add_up():
+    scenario = Scenario(name="many", regime_s=2500.0, duration_s=5000.0)
+    run = simulate(scenario, "tests.helpers.own_policy:Always", {}, 1)
+    assert run.num_jobs > MAX_ACTIONS and run.contradictions == []
 
 
 def test_booked_savings_are_near_the_true_ones():
