@@ -133,6 +133,8 @@ def test_commands_options_and_defaults_are_those_that_were_promised():
 def test_every_command_has_a_line_in_the_list_and_an_explanation_with_each_option():
     for name, found in leaves():
         assert found.help and "\n\n" in found.help, name
+        summary, _, rest = found.help.partition("\n\n")
+        assert summary.removesuffix(".").partition(" ")[2].lower() not in rest.lower(), f"{name} says it twice"
         assert all(getattr(p, "help", None) for p in found.params), name
 
 

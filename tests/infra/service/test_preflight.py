@@ -15,7 +15,7 @@ import ray
 from paceline.config import PolicyConfig, ServiceConfig
 from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.infra.app import run_service
-from paceline.infra.service.preflight import Preflight, preflight
+from paceline.infra.service.preflight import Preflight, check_early, preflight
 from paceline.paths import BUNDLED_DRAFTER, bundled, service_home
 
 ALONE = """
@@ -86,6 +86,13 @@ def test_a_refusal_says_the_same_from_a_process_of_its_own(alone, tmp_path):
     with pytest.raises(ConfigError) as refused_model:
         preflight(ServiceConfig(model=str(alone.folder / "gpt2"), drafter="none"))
     assert alone.wrong_model == f"ConfigError {refused_model.value}"
+
+
+def test_a_data_folder_that_cannot_be_made_is_refused_before_the_models_are_checked(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match=r"data_dir must be a folder that can be written, got .*file"):
+            check_early(ServiceConfig(port=0, data_dir=str(folder)))
 
 
 def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(tmp_path, monkeypatch):
