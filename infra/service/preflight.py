@@ -64,7 +64,8 @@ def check_early(config: ServiceConfig) -> None:
     resolve_model(config.model)
     resolve_drafter(config.drafter, config.model)
     _check_driver(config)
-    check_private(Path(config.data_dir).expanduser(), "data_dir")
+    if cluster_address(config) is None or is_adaptive(config):  # else it may be a folder of the cluster's nodes alone
+        check_private(Path(config.data_dir).expanduser(), "data_dir")
     if config.policy.end_s <= time.time():
         log.warning("policy.ends_at=%s is over: payoff and thompson will learn nothing", config.policy.ends_at)
     if cluster_address(config) is None and config.port:  # a cluster's proxy may have it, and be ours
