@@ -50,7 +50,7 @@ from paceline.infra.service.claim import application_name, check_claim
 from paceline.infra.service.deployment import DeploymentLimits, bind_replicas, replica_values
 from paceline.infra.service.front import PROXY_CALLBACK, PROXY_VARIABLE
 from paceline.infra.service.ingress import INGRESS_CPUS, bind_resuming
-from paceline.infra.service.preflight import cluster_address, preflight
+from paceline.infra.service.preflight import cluster_address, preflight, warn_of_end
 from paceline.infra.service.stop_signals import StopSignals, kept_sigterm
 from paceline.infra.service.stores import StorePaths, is_adaptive
 from paceline.infra.state.desired import ensure_first_version
@@ -589,6 +589,7 @@ def attach_forever(config: ServiceConfig, console: Console, options: AttachOptio
     config = with_absolute_paths(with_environment(config))
     if config.redis_url is None:
         raise ConfigError("redis_url (--redis-url, PACELINE_REDIS_URL) must name the Redis of the engines")
+    warn_of_end(config)
     keep_private()
     access = Access.of(config, Tokens.of(config))  # files that cannot be used are refused before anything starts
     http_options(config)

@@ -66,10 +66,15 @@ def check_early(config: ServiceConfig) -> None:
     _check_driver(config)
     if cluster_address(config) is None or is_adaptive(config):  # else it may be a folder of the cluster's nodes alone
         check_private(Path(config.data_dir).expanduser(), "data_dir")
-    if config.policy.end_s <= time.time():
-        log.warning("policy.ends_at=%s is over: payoff and thompson will learn nothing", config.policy.ends_at)
+    warn_of_end(config)
     if cluster_address(config) is None and config.port:  # a cluster's proxy may have it, and be ours
         claim_port(config.host, config.port)
+
+
+def warn_of_end(config: ServiceConfig) -> None:
+    """Log it when the end that the policy was told of is over."""
+    if config.policy.end_s <= time.time():
+        log.warning("policy.ends_at=%s is over: payoff and thompson will learn nothing", config.policy.ends_at)
 
 
 def preflight(config: ServiceConfig) -> Preflight:

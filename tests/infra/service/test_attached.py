@@ -8,7 +8,7 @@ import httpx
 import pytest
 import ray
 
-from paceline.config import ServiceConfig
+from paceline.config import PolicyConfig, ServiceConfig
 from paceline.contracts import EngineFacts, ReplicaReport
 from paceline.errors import ConfigError
 from paceline.infra.app import attach_forever, http_options, service_url, start_ray
@@ -125,7 +125,13 @@ def test_a_service_says_where_it_is_reached(host, there):
     assert url == f"http://{there}:8000" and str(httpx.URL(f"{url}/v1")) == f"{url}/v1"
 
 
-def test_what_cannot_be_used_is_refused_before_anything_starts(redis, tmp_path):
+def test_what_cannot_be_used_is_refused_before_anything_starts(redis, tmp_path, caplog):
+    over = config_of(
+        redis, tmp_path, token_file=str(tmp_path / "none"), policy=PolicyConfig(ends_at="2020-01-01T00:00Z")
+    )
+    with pytest.raises(ConfigError, match="token_file"):
+        attach_forever(over, None)
+    assert "policy.ends_at=2020-01-01T00:00Z is over" in caplog.text
     config = config_of(redis, tmp_path, token_file=str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="token_file"):
         attach_forever(config, None)
