@@ -12,6 +12,9 @@ WORKERS ?= 3
 # Oversubscribed cores ruin both timings and tests: two busy multi-threaded processes stall each other.
 export RAY_USAGE_STATS_ENABLED ?= 0
 export HF_HUB_OFFLINE ?= 1
+# Processes of a service and of the tests import the same modules: the first one's bytecode serves all. Without it a burst of
+# the demo compiles what it imports in seconds that it is charged for.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: chat demo test test-vllm test-clients serve fuzz lint package clean help
 
@@ -45,8 +48,6 @@ chat: $(VENV)/.smollm2
 demo: $(VENV)/.ready
 	$(VENV)/bin/paceline demo $(ARGS)
 
-# Hundreds of processes of the tests import the same modules: the first one's bytecode serves all.
-test: export PYTHONDONTWRITEBYTECODE =
 test: $(VENV)/.ready
 	$(PY) -m pytest tests --numprocesses $(WORKERS) --dist loadscope --no-loadscope-reorder $(ARGS)
 
