@@ -89,6 +89,7 @@ class BucketBelief(msgspec.Struct, frozen=True, kw_only=True):
         loads = [max(b.load, 1e-9) for b in beliefs]
         load = sum(loads)
         rounds = [x / b.length for x, b in zip(loads, beliefs, strict=True)]
+        most = max(beliefs, key=lambda b: (b.learned_rows - b.first_rows, b.learned_rows))
         length, spread = load / sum(rounds), sum((x * b.length_se) ** 2 for x, b in zip(rounds, beliefs, strict=True))
         return msgspec.structs.replace(
             first,
@@ -98,7 +99,8 @@ class BucketBelief(msgspec.Struct, frozen=True, kw_only=True):
             length_se=math.sqrt(spread) / sum(rounds),
             usable_rows=sum(b.usable_rows for b in beliefs),
             fresh_rows=sum(b.fresh_rows for b in beliefs),
-            learned_rows=max(b.learned_rows for b in beliefs),
+            learned_rows=most.learned_rows,
+            first_rows=most.first_rows,
             required_rows=max(b.required_rows for b in beliefs),
             is_active=any(b.is_active for b in beliefs),
         )

@@ -15,7 +15,8 @@ from paceline.config import PolicyConfig
 from paceline.contracts import ArmSpec, Group
 
 HOPE_S = 3600.0
-"""Seconds of serving whose income may be spent on hopes before it has come: in no hour do they cost more than its income."""
+"""Seconds of serving whose income may be spent on hopes before it has come: where nothing is saved, a service's first hour costs
+no more than its income."""
 
 
 def build_view(

@@ -23,6 +23,8 @@ from paceline.bandit.ledger.savings import Savings
 from paceline.bandit.policies.memory import PolicyMemory
 from paceline.contracts import ArmSpec, Decision, LedgerEntry
 
+SPIKE_S = 60.0
+"""Seconds that a service's life counts for at least: how many devices it keeps busy is not told by its first seconds."""
 MAX_ACTIONS = 400
 """Train, recall, pin and rollback decisions kept for late updates; holds are not kept."""
 
@@ -189,7 +191,7 @@ class ControllerState(msgspec.Struct):
         a spike is little."""
         if self.busy is None:
             return 1.0
-        whole = math.floor(self.served_s / self.watched_s) if self.watched_s > 0 else 0
+        whole = math.floor(self.served_s / max(self.watched_s, SPIKE_S))
         there = 1 if self.context is None else self.context.num_replicas
         return min(self.busy, float(max(min(whole, there), 1)))
 

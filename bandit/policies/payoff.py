@@ -137,7 +137,7 @@ class PayoffPolicy:
 
 
 def _funds(view: View, job: PricedJob) -> float:
-    """What the job may cost."""
+    """What the job may cost; a hope no more than was earned or soon will be."""
     return min(view.balance_s, view.hope_s) if job.is_hope else view.balance_s
 
 

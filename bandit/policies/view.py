@@ -25,7 +25,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     recalls: tuple[PricedRecall, ...]
     balance_s: float
     hope_s: float = 0.0
-    """What of the balance may be spent on hopes: their credit is the income, the first hour's in advance."""
+    """What of the balance may be spent on hopes: their credit is the income, the first hour's in advance; what was saved counts, too."""
     horizon_s: float
     since_job_s: float
     is_job_running: bool

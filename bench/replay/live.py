@@ -270,8 +270,7 @@ class LiveOutcomes:
         states = self.service.cache / "learners"
         shutil.rmtree(states / job_id, ignore_errors=True)  # of a replay that was killed
         if previous and (states / previous).is_dir():
-            # by links: a state is written once, under the hash of its content
-            shutil.copytree(states / previous, states / job_id, copy_function=os.link)
+            shutil.copytree(states / previous, states / job_id, copy_function=_link)
         result = run_training_job(
             job,
             MergedStore(self.service.stores),
@@ -282,6 +281,14 @@ class LiveOutcomes:
         )
         write_atomic(path, encode_record(result))
         return result
+
+
+def _link(source: str, target: str) -> None:
+    """A copy of a learner state without its bytes: one is written once, under the hash of its content."""
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links
+        shutil.copy2(source, target)
 
 
 ORDERS = ((0, 1, 0, 2), (1, 2, 1, 0), (2, 0, 2, 1))

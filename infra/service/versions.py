@@ -116,7 +116,7 @@ class PolicyOptions:
 
 @record()
 class BankOptions:
-    """docs/policies.md says what the policy does with it."""
+    """A starting balance; docs/policies.md says what the policy does with it."""
 
     bank_s: A[float, Setting("Starting balance, device-seconds.", is_argument=True)]
     service: ServiceAddress = field(default_factory=ServiceAddress)
@@ -129,6 +129,8 @@ def _call(method: str, service: ServiceAddress, path: str, kind: type[T], body: 
         response = httpx.request(method, url.rstrip("/") + path, json=body, headers=headers, timeout=30.0)
     except (httpx.HTTPError, httpx.InvalidURL) as e:
         raise PacelineError(_no_answer(url, e)) from e
+    except OSError as e:  # of the file that signs certificates
+        raise PacelineError(f"SSL_CERT_FILE must name a file of certificates (PEM) that can be read: {e}") from e
     try:
         if response.status_code == 200:
             return msgspec.json.decode(response.content, type=kind)

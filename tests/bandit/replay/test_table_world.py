@@ -227,15 +227,15 @@ def test_a_fleet_tries_longer_drafts_for_text_that_its_drafter_knows_and_one_dev
     assert found(1)[1] <= 0.015
 
 
-@pytest.mark.parametrize(("spike", "most"), [(1, 8.0), (30, 2.0)])
-def test_the_bank_grows_with_the_devices_that_serving_keeps_busy_but_not_with_a_spike(spike, most):
-    """8 devices all the time, or in one step of 30."""
+@pytest.mark.parametrize(("spike", "most", "is_first"), [(1, 8.0, False), (30, 2.0, False), (30, 2.0, True)])
+def test_the_bank_grows_with_the_devices_that_serving_keeps_busy_but_not_with_a_spike(spike, most, is_first):
+    """8 devices all the time, or in one step of 30, the first or the last."""
     every = {"steps": 1, "tokens": {"b": 8 * 10.0 / 0.0066 * 3.0}}
     quiet = {"steps": spike - 1, "tokens": {"b": 10.0 / 0.0066 * 3.0}}
     world = {
         "name": "fleet", "rounds": {"drafted_s": 0.0066, "plain_s": 0.0045}, "num_replicas": 8,
         "classes": {"b": {"acceptance_length": 3.0, "curves": {"full": [[1000, 3.01]]}}}, "jobs": WORLD["jobs"],
-        "traffic": [quiet, every] * (240 // spike) if spike > 1 else [every] * 240,
+        "traffic": [*(every, quiet)[:: 1 if is_first else -1]] * (240 // spike) if spike > 1 else [every] * 240,
     }  # fmt: skip
     traffic, outcomes = table_of(world).draw(0)
     running = World(traffic, outcomes, PolicyConfig(), seed=0)
