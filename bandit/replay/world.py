@@ -144,9 +144,8 @@ class World:
 
     def result(self, curve: list[float], times: list[float]) -> RunResult:
         """What came of the steps so far; drains the controller."""
-        decisions, entries = (
-            self.controller.drain()
-        )  # all of the run: the controller itself keeps the latest actions alone
+        # All of the run: the controller itself keeps the latest actions alone.
+        decisions, entries = self.controller.drain()
         return RunResult(
             never_s=self.never_s,
             serving_s=self.serving_s,

@@ -153,11 +153,12 @@ class Tokens:
 
 def _entries(tokens: Iterable[TokenEntry]) -> Iterable[_Known]:
     for entry in tokens:
-        short = entry.digest.hex()[:12]
+        digest = entry.digest
+        short = digest.hex()[:12]
         tenant = None
         if entry.role == CLIENT_ROLE:
             tenant = entry.tenant or f"{OWN_PREFIX}{entry.name or short}"
-        yield _Known(entry.digest, Holder(role=entry.role, name=entry.name or f"token {short}", tenant=tenant))
+        yield _Known(digest, Holder(role=entry.role, name=entry.name or f"token {short}", tenant=tenant))
 
 
 def _digest(token: str) -> bytes:

@@ -5,7 +5,7 @@ from paceline.bandit.beliefs.belief import BucketBelief
 from paceline.bandit.beliefs.observation import BucketObservation, VersionStats
 from paceline.bandit.beliefs.ratio import RatioSums
 from paceline.bandit.beliefs.recall import ScoreTable
-from paceline.bandit.policies.pricing import price_recalls, recall_rates
+from paceline.bandit.policies.pricing import headroom, price_recalls, recall_rates
 from paceline.contracts import ShadowScore, TrainResult
 
 
@@ -156,3 +156,11 @@ def test_a_length_of_zero_is_not_known():
     stats = msgspec.structs.replace(seen.stats[0], acceptance_length=pool)
     table.observe(msgspec.structs.replace(seen, stats=(stats,)))
     assert table.estimate("a", "v1") is None
+
+
+def test_of_buckets_that_learn_together_one_that_the_first_drafter_knows_is_no_try_and_one_that_was_trained_is():
+    new = _belief("a", 1.0, 2.5)
+    known = msgspec.structs.replace(new, bucket="b", learned_rows=200_000, first_rows=200_000)
+    trained = msgspec.structs.replace(new, learned_rows=3000)
+    assert headroom(BucketBelief.pooled(new, [new, known]), 0.0) == headroom(new, 0.0)
+    assert headroom(BucketBelief.pooled(known, [trained, known]), 0.0) == headroom(trained, 0.0) < headroom(new, 0.0)
