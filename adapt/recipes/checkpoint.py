@@ -21,7 +21,7 @@ def load_checkpoint(path: Path, device: str) -> dict[str, Any]:
     """What was saved, with its tensors on the device. Raises: ConfigError when the file is damaged."""
     try:
         return torch.load(path, weights_only=True, map_location=device)
-    except (OSError, torch.OutOfMemoryError):
+    except (OSError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as e:  # an unpickler of other bytes raises anything
         raise ConfigError(f"{path} is damaged ({type(e).__name__}); delete it to start again") from e

@@ -19,6 +19,8 @@ from paceline.names import TOKEN_RULE, is_token
 from paceline.records import Setting, record, require
 
 T = TypeVar("T")
+NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
+"""What OpenSSL 1.1 to 3.5 say of a first record that is none of TLS."""
 
 
 class _Fault(msgspec.Struct):
@@ -146,11 +148,14 @@ def _no_answer(url: str, error: Exception) -> str:
         cause = cause.__cause__ or cause.__context__
     if isinstance(cause, ssl.SSLCertVerificationError):
         return f"the certificate at {url} is not trusted ({cause.verify_message}); set SSL_CERT_FILE to its file, or its signer's"
-    if cause is not None:
+    if cause is not None and cause.reason in NOT_TLS:
         return f"no TLS is spoken at {url} ({cause.reason}); without it the address begins with http://"
+    if cause is not None:
+        return f"{url} and this computer do not agree on TLS ({cause.reason or cause})"
     if isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
         return (
-            f"no HTTP is spoken at {url} ({type(error).__name__}); a service with tls_cert has an address with https://"
+            f"{url} broke off without an answer ({error or type(error).__name__}): the service may be ending, another protocol "
+            "may be spoken there, and a service with tls_cert has an address with https://"
         )
     return f"no service answers at {url} ({type(error).__name__}); start one with `paceline serve`"
 
