@@ -129,13 +129,17 @@ class Feedback:
             books.log("note", {"text": "feedback group made again after a flush"})
             books.flush()
             return 0
-        for entry_id, fields in entries:
-            books.pending.ack_ids.append(entry_id)
-            batch = self._decode(entry_id, fields)
-            if batch is None:
-                state.num_lost_entries += 1
-            elif self._is_new(batch):
-                self._fold(batch)
+        try:
+            for entry_id, fields in entries:
+                books.pending.ack_ids.append(entry_id)
+                batch = self._decode(entry_id, fields)
+                if batch is None:
+                    state.num_lost_entries += 1
+                elif self._is_new(batch):
+                    self._fold(batch)
+        except Exception:
+            self.restart()  # those behind the one that failed were handed out, too
+            raise
         return len(entries)
 
     def _is_new(self, batch: FeedbackBatch) -> bool:

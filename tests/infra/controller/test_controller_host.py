@@ -301,6 +301,18 @@ def test_unreadable_entry_does_not_stop_the_stream(host, client, keys):
     assert (host.session.state.num_lost_entries, host.session.state.num_rows) == (2, 3)
 
 
+def test_a_batch_that_breaks_the_pass_keeps_none_of_those_behind_it_from_being_folded(host, client, keys, monkeypatch):
+    lives, observe = host.session.feedback._lives, host.session.feedback._lives.observe
+    monkeypatch.setattr(lives, "observe", lambda batch: observe(batch) if batch.seq != 2 else 1 / 0)
+    for seq in (1, 2, 3, 4):
+        send(client, keys, seq)
+    with pytest.raises(ZeroDivisionError):
+        settle(host)
+    settle(host)
+    assert host.session.state.num_rows == stored(client, keys).num_rows == 12
+    assert pending_entries(client, keys) == 0 and host.session.state.num_missing_batches == 0
+
+
 def test_policy_that_raises_does_not_stop_the_feedback(shared_redis, client, keys, tmp_path, seeded):
     class Failing(ScriptedController):
         def tick(self, now, context):
