@@ -181,7 +181,8 @@ def _run(
     learners: LearnerStore | None,
 ) -> TrainResult:
     base = registry.get_manifest(job.base_version)
-    key = LearnerKey(job.bucket, base.drafter_type, job.base_version, target.version, job.arm.parameters)
+    name = f"{job.bucket}@{job.class_began:.3f}" if job.class_began else job.bucket
+    key = LearnerKey(name, base.drafter_type, job.base_version, target.version, job.arm.parameters)
     whole, factors, arm = job.base_version, None, job.arm
     if arm.parameters == LORA and base.delta_of is not None:  # the same delta learns on
         whole, factors = base.delta_of, registry.load_own(job.base_version, target_version=target.version)

@@ -63,6 +63,8 @@ class BucketRegime(msgspec.Struct):
     expected: dict[str, RatioSums] = {}
     residuals: list[float] = []
     num_alarms: int = 0
+    began: float = 0.0
+    """When the name went to the present kind of text; 0 = no other had it."""
 
     def update(self, lengths: dict[str, RatioSums]) -> bool:
         """Fold one epoch's acceptance lengths by version; True on an alarm.

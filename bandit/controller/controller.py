@@ -14,7 +14,14 @@ from paceline.bandit.beliefs.arms import default_arms
 from paceline.bandit.beliefs.belief import BucketBelief
 from paceline.bandit.beliefs.observation import HostContext, fold
 from paceline.bandit.controller.decision_log import FeedbackLine, feedback_line
-from paceline.bandit.controller.epoch import begin_bucket, close_epoch, drop_bucket, learn_history, part_bucket
+from paceline.bandit.controller.epoch import (
+    begin_bucket,
+    class_began,
+    close_epoch,
+    drop_bucket,
+    learn_history,
+    part_bucket,
+)
 from paceline.bandit.controller.jobs import finish_job
 from paceline.bandit.controller.policy_inputs import build_view, remember_epoch
 from paceline.bandit.controller.state import (
@@ -205,6 +212,7 @@ class Controller:
                 **facts,
                 "arm": msgspec.to_builtins(job.arm),
                 "base_version": context.version_of(job.bucket),
+                "class_began": class_began(state, job.bucket),
                 "time_limit_s": limit,
                 "min_gain": min_gain,
                 "plan": msgspec.to_builtins(plan),

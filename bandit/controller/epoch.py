@@ -98,7 +98,13 @@ def begin_bucket(state: ControllerState, name: str, now: float, num_rows: int) -
     drop_bucket(state, name)
     for rows in state.learned.values():
         rows.pop(name, None)
-    state.buckets[name] = BucketRegime(now, rows_at_start=num_rows, num_alarms=int(num_rows > 0))
+    state.buckets[name] = BucketRegime(now, rows_at_start=num_rows, num_alarms=int(num_rows > 0), began=now)
+
+
+def class_began(state: ControllerState, name: str) -> float:
+    """When a bucket's name went to its present kind of text; 0.0 = no other had it."""
+    regime = state.buckets.get(name)
+    return regime.began if regime is not None else 0.0
 
 
 def part_bucket(state: ControllerState, name: str, whole: str, now: float, num_rows: int) -> None:

@@ -7,7 +7,7 @@ import msgspec
 from paceline.bandit.beliefs.arms import sized
 from paceline.bandit.beliefs.evidence import Unsure
 from paceline.bandit.beliefs.gain_model import POWER, learned_share
-from paceline.bandit.controller.epoch import bucket_beliefs, learned_rows
+from paceline.bandit.controller.epoch import bucket_beliefs, class_began, learned_rows
 from paceline.bandit.controller.state import ControllerState, JobOutcome, JobRecord
 from paceline.bandit.policies.pricing import price_recalls
 from paceline.bandit.policies.table import is_self_funded
@@ -174,6 +174,11 @@ def _publish(
         return None, f"The job on {job.bucket} was {result.status}: {result.reason}"
     if state.pinned is not None:
         return None, f"Version {result.version} was accepted, but {state.pinned} is pinned."
+    if class_began(state, job.bucket) > job.started:
+        return (
+            None,
+            f"Version {result.version} was accepted, but the class that it is for has ended: {job.bucket} is another one now.",
+        )
     context = state.context
     if context is not None and (is_self_funded(state.policy) or job.base_version != context.version_of(job.bucket)):
         beliefs = bucket_beliefs(state, config, context)

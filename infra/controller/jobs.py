@@ -477,13 +477,16 @@ def order_job(
     """Turn a train decision into a job; None when the bucket has no shards.
 
     Args:
-        arm: sized arm; twice its rows are handed over, since the learner may have read part of them.
+        arm: sized arm; twice its rows are handed over, since the learner may have read part of them, but none that were
+            written before the bucket's present text began.
         shards: ShardInfo of the target, oldest first. For a tenant's own bucket only those of its own buckets count, for any
             other bucket those of nobody's own.
     """
     shards = [s for s in shards if tenant_of(s.bucket) == tenant_of(decision.bucket)]
     together = {decision.bucket, *decision.context.get("others", ())}
-    own = newest([s for s in shards if s.bucket in together], 2 * arm.num_rows)
+    belief = decision.context.get("belief") or {}
+    usable = max(belief.get("usable_rows", 2 * arm.num_rows), arm.num_rows)
+    own = newest([s for s in shards if s.bucket in together], min(2 * arm.num_rows, usable))
     if not own:
         return None
     others = sorted({s.bucket for s in shards} - together)
@@ -504,6 +507,7 @@ def order_job(
         time_limit_s=min(limit_s, policy.job_time_limit_s),
         min_gain=float(decision.context.get("min_gain", 0.0)),
         plan=burst_plan(decision),
+        class_began=float(decision.context.get("class_began", 0.0)),
     )
 
 

@@ -171,6 +171,16 @@ def test_a_new_learner_knows_what_the_version_that_it_begins_at_has_read(begun, 
     assert "has not read" in run((store, registry, job), learners=learners).reason
 
 
+def test_a_class_that_got_the_name_of_another_goes_on_with_none_of_its_learning(place, learners):
+    job = changed(place[2], min_gain=0.2)
+    first = run(place, job, should_stop=stop_at(110), learners=learners)
+    other = run(place, changed(job, job_id="j2", class_began=1e9), should_stop=stop_at(110), learners=learners)
+    assert first.status == other.status == "learning" and other.num_rows == first.num_rows > 0
+    assert (first.num_rows_before, other.num_rows_before) == (0, 0)
+    again = run(place, changed(job, job_id="j3", class_began=1e9), should_stop=stop_at(110), learners=learners)
+    assert again.num_rows_before == other.num_rows
+
+
 @pytest.mark.parametrize("limit", [110, 130])
 @pytest.mark.slow
 def test_a_burst_whose_time_is_up_keeps_what_it_learned_and_the_next_one_goes_on(place, learners, limit):

@@ -225,6 +225,27 @@ def test_a_job_of_buckets_that_were_one_is_priced_for_all_of_them_and_its_versio
     assert state.owner_of(order.bucket, "v1") is None and state.actions[order.decision_id].outcome == "rolled_back"
 
 
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_a_version_goes_to_no_other_kind_of_text_that_got_the_name_while_its_job_ran(has_ended):
+    service = _Service()
+    service.controller._config = PolicyConfig(policy="always", epoch_s=EPOCH_S, min_rows=500)
+    service.controller.set_policy("always")
+    service.context = msgspec.structs.replace(service.context, rows={"a": 3000}, rows_written={"a": 3000})
+    service.controller.begin_bucket("a", service.clock.now(), 0)
+    began = service.clock.now()
+    for _ in range(3):
+        service.epoch(a=20)
+    (order,) = [d for d in service.controller.drain()[0] if d.action == "train"]
+    assert order.context["class_began"] == began
+    if has_ended:
+        service.controller.begin_bucket("a", service.clock.now() + 1.0, 3000)
+    result = TrainResult(
+        job_id="j", status="accepted", version="v1", reason="", train_s=5.0, shadow_s=1.0, num_rows=3000
+    )
+    outcome = service.controller.job_finished(result, decision_id=order.decision_id, now=service.clock.now() + 2.0)
+    assert outcome.publish == (None if has_ended else "v1") and ("has ended" in outcome.reason) == has_ended
+
+
 def test_a_bucket_that_was_a_part_of_another_keeps_whose_its_versions_are_and_what_they_learned():
     service = _Service()
     for _ in range(3):
