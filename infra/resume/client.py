@@ -45,6 +45,8 @@ class Splice:
         self._offset_ms = 0.0
         self._latest: RequestStats | None = None
         self.num_tries = 0
+        self.target_version = ""
+        """Of the target that the tokens are from; '' while there are none."""
 
     def next_request(self, elapsed_ms: float = 0.0) -> GenerationRequest:
         """What the next engine is given: the request behind the tokens so far, under an id of its own.
@@ -157,11 +159,12 @@ class ResumingClient:
         clock: Clock | None = None,
         timer: Callable[[], float] = time.monotonic,
         max_silence_s: float = MAX_SILENCE_S,
+        model: str = "",
     ) -> None:
-        """clock: of GenerationRequest.deadline_s."""
+        """clock: of GenerationRequest.deadline_s; model: as it is configured here, engines of another one refuse requests."""
         self._open, self._facts, self._config = open_stream, facts, config
         self._clock, self._timer = clock or SystemClock(), timer
-        self._max_silence_s = max_silence_s
+        self._max_silence_s, self._model = max_silence_s, model
         self._heard_s = timer()
         self._pumps: dict[str, _Pump] = {}
         self._refusals: dict[str, asyncio.Future[None]] = {}
@@ -282,11 +285,11 @@ class ResumingClient:
             if self._left_s(splice) <= 0.0:
                 _settle(admitted)
                 return on_event(splice.end("deadline", elapsed_ms=self._elapsed_ms(progress)))
+            await asyncio.sleep(progress.backoff_s * random.uniform(0.5, 1.0))
             if self._timer() - progress.lost_s >= config.max_wait_s:
                 raise EngineStoppedError(
                     f"no replica took this request within {config.max_wait_s:g} s ({progress.reasons[-1]}); send it again"
                 )
-            await asyncio.sleep(progress.backoff_s * random.uniform(0.5, 1.0))
             progress.backoff_s = min(max(2 * progress.backoff_s, FIRST_BACKOFF_S), LAST_BACKOFF_S)
 
     async def _try_once(
@@ -297,7 +300,9 @@ class ResumingClient:
         admitted: asyncio.Future[None],
     ) -> None:
         """Follow one engine to the end of the answer; raises _Broken when it does not get there."""
-        stream = self._open(encode_request(splice.next_request(self._elapsed_ms(progress)), self._clock.now()))
+        request, now = splice.next_request(self._elapsed_ms(progress)), self._clock.now()
+        target_version = splice.target_version if request.resumed_token_ids else ""
+        stream = self._open(encode_request(request, now, model=self._model, target_version=target_version))
         is_over = False
         try:
             while True:
@@ -308,6 +313,7 @@ class ResumingClient:
                 if not progress.is_admitted:
                     self.counters.num_resumed += progress.was_admitted
                     progress.is_admitted = progress.was_admitted = True
+                    splice.target_version = item.target_version
                     _settle(admitted)
                 for event in item.events:
                     if event.finish_reason == "error" and not event.is_own_fault:

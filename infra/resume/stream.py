@@ -34,6 +34,8 @@ class StreamItem(msgspec.Struct, array_like=True, frozen=True):
     refusal: Refusal | None = None
     """Why the engine did not take the request; nothing follows."""
     message: str = ""
+    target_version: str = ""
+    """With the item that says that the engine took the request: of the target that it decodes with."""
 
     def raise_refusal(self) -> None:
         """Raise what the engine raised when it was given the request."""
@@ -46,12 +48,18 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     info: EngineInfo
     holdback_percent: int
+    model: str = ""
+    """As it is configured; '' from older releases."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _SentRequest(GenerationRequest):
     left_s: float | None = None
     """Until its deadline when it was sent: the engine's clock may be another one. None from older releases, too."""
+    model: str = ""
+    """That whose tokens the prompt is made of, as it is configured; '' = unknown, from older releases."""
+    target_version: str = ""
+    """Of the target that the output so far is from; '' = there is none yet."""
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -60,20 +68,32 @@ decode_item = msgspec.msgpack.Decoder(StreamItem).decode
 decode_facts = msgspec.msgpack.Decoder(EngineFacts).decode
 
 
-def encode_request(request: GenerationRequest, now_s: float) -> bytes:
-    """A request as it crosses. now_s: of the clock that its deadline is of."""
+def encode_request(request: GenerationRequest, now_s: float, *, model: str = "", target_version: str = "") -> bytes:
+    """A request as it crosses. now_s: of the clock that its deadline is of; model, target_version: as in _SentRequest."""
     left_s = None if request.deadline_s is None else request.deadline_s - now_s
-    return encode(_SentRequest(**{f.name: getattr(request, f.name) for f in fields(request)}, left_s=left_s))
+    values = {f.name: getattr(request, f.name) for f in fields(request)}
+    return encode(_SentRequest(**values, left_s=left_s, model=model, target_version=target_version))
 
 
 async def stream_events(
-    client: EngineClient, raw: bytes, *, max_silence_s: float = 30.0, sign_of_life_s: float = SIGN_OF_LIFE_S
+    client: EngineClient,
+    raw: bytes,
+    *,
+    model: str = "",
+    max_silence_s: float = 30.0,
+    sign_of_life_s: float = SIGN_OF_LIFE_S,
 ) -> AsyncGenerator[bytes, None]:
     """Submit a request of `encode_request` and yield encoded StreamItems; closing it early aborts the request.
 
+    A request for another model than `model`, as while one replaces the other, or behind output of another target, is refused.
+
     Raises: EngineStoppedError when the engine's thread has shown no life for max_silence_s.
     """
-    request = _decode_request(raw)
+    request, own = _decode_request(raw), client.info().target_version
+    is_other = "" not in (request.model, model) and request.model != model
+    if is_other or request.target_version not in ("", own):
+        yield encode(StreamItem(refusal="stopped", message="the model was replaced by another one"))
+        return
     if request.left_s is not None:
         request = replace(request, deadline_s=client.now() + request.left_s)
     queue: asyncio.Queue[RoundEvent] = asyncio.Queue()
@@ -97,7 +117,7 @@ async def stream_events(
         return
     is_finished = False
     try:
-        yield encode(StreamItem())
+        yield encode(StreamItem(target_version=own))
         while not is_finished:
             try:
                 events = [await asyncio.wait_for(queue.get(), sign_of_life_s)]

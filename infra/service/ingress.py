@@ -55,7 +55,7 @@ class EngineBehindIngress:
     """An engine replica without HTTP of its own. Everything crosses as bytes: Ray's own encoding is slower."""
 
     def __init__(self, factory: str, config: dict[str, Any]) -> None:
-        self._running = RunningReplica(factory, config)
+        self._running, self._model = RunningReplica(factory, config), str(config.get("model", ""))
         self._api = self._running.parts.api
         self._app = build_api(self._api)
 
@@ -72,12 +72,13 @@ class EngineBehindIngress:
         age_s = api.client.heartbeat_age_s()
         if age_s > api.max_silence_s:
             raise EngineStoppedError(f"the engine has been silent for {age_s:.0f} s")
-        return encode(EngineFacts(info=api.client.info(), holdback_percent=api.holdback_percent()))
+        return encode(EngineFacts(info=api.client.info(), holdback_percent=api.holdback_percent(), model=self._model))
 
     async def generate(self, raw: bytes) -> AsyncGenerator[bytes, None]:
         """Encoded StreamItems of an encoded GenerationRequest."""
         api = self._api
-        async with contextlib.aclosing(stream_events(api.client, raw, max_silence_s=api.max_silence_s)) as items:
+        stream = stream_events(api.client, raw, model=self._model, max_silence_s=api.max_silence_s)
+        async with contextlib.aclosing(stream) as items:
             async for item in items:
                 yield item
 
@@ -139,7 +140,9 @@ class ResumeIngress:
         facts = None
         while facts is None:
             facts = await self._ask()
-        self._client = ResumingClient(lambda raw: HandleStream(self._generate, raw), facts, self._config.ingress)
+        self._client = ResumingClient(
+            lambda raw: HandleStream(self._generate, raw), facts, self._config.ingress, model=self._config.model
+        )
         self._prober = asyncio.get_running_loop().create_task(self._probe())
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -161,7 +164,10 @@ class ResumeIngress:
 
     async def _ask(self) -> EngineFacts | None:
         try:
-            return decode_facts(await asyncio.wait_for(self._engines.facts.remote(), PROBE_TIMEOUT_S))
+            facts = decode_facts(await asyncio.wait_for(self._engines.facts.remote(), PROBE_TIMEOUT_S))
+            if facts.model not in ("", self._config.model):  # which goes, or comes, while this one is replaced
+                raise EngineStoppedError(f"a replica serves {facts.model}")
+            return facts
         except Exception as e:  # Ray raises many kinds while replicas start, die and are replaced
             log.info("no engine answers: %s", type(e).__name__)
             await asyncio.sleep(PROBE_S / 4)

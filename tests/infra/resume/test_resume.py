@@ -223,6 +223,53 @@ def test_a_silent_engine_is_left_for_another(place: Place) -> None:
     run(main)
 
 
+class Other:
+    """An engine of another target."""
+
+    def __init__(self, engine: EngineClient) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def info(self) -> Any:
+        return dataclasses.replace(self._engine.info(), target_version="f" * 16)
+
+
+def test_no_engine_of_another_target_goes_on_with_an_answer(place: Place) -> None:
+    async def main() -> None:
+        mine, other = place.way.engines[0], Other(place.way.engines[1])
+        async with place.http(max_resumes=9, max_wait_s=1.0) as http:
+            place.way.engines = [mine]
+            ids = (await stream(http))[0]
+            place.way.engines, place.way.num_opened, place.way.fail_after = [mine, other], 0, [3]
+            got = await stream(http)
+            assert (got[0], got[4], place.way.num_opened) == (ids, True, 3), (
+                "the other one was asked and did not take it"
+            )
+            place.way.engines, place.way.num_opened = [mine, *[other] * 99], 0
+            *_, events, is_done = await stream(http)
+            assert not is_done and "the model was replaced by another one" in events[-1]["error"]["message"]
+            assert sum(len(c["token_ids"]) for e in events[:-1] for c in e["choices"]) < 24
+            place.way.engines, place.way.num_opened = [other], 0
+            assert (await stream(http))[4], "an answer that begins there ends there"
+
+    run(main)
+
+
+def test_no_engine_of_another_model_takes_a_request(place: Place) -> None:
+    async def main() -> None:
+        params = SamplingParams(max_tokens=2)
+        for sent, own, takes in (("a", "b", False), ("a", "a", True), ("", "b", True), ("a", "", True)):
+            request = GenerationRequest(request_id=f"{sent}-{own}", prompt_token_ids=(5, 6), params=params)
+            items = stream_events(place.way.engines[0], encode_request(request, 0.0, model=sent), model=own)
+            first = decode_item(await anext(items))
+            assert (first.refusal is None) == takes and (first.target_version != "") == takes
+            await items.aclose()
+
+    run(main)
+
+
 def test_a_request_that_takes_every_engine_down_is_given_up(place: Place) -> None:
     async def main() -> None:
         async with place.http(max_resumes=2) as http:
