@@ -28,6 +28,39 @@ BODIES: dict[str, tuple[type[BaseModel], ...]] = {
 }
 """Path -> the models that its POST body is checked by; any one of them."""
 _TOKEN_PATHS = ("/v1/", "/tokenize", "/detokenize")
+_REFUSALS = {
+    400: "a field is wrong, unknown, not supported, or does not fit with the others",
+    401: "no valid token",
+    403: "another tenant's name, or another site's page",
+    404: "no such model",
+    408: "the body did not come in time",
+    413: "the body is too large",
+    429: "the queue is full, or the tenant's limit is reached: Retry-After",
+    500: "a fault of the service",
+    503: "no engine can answer now: Retry-After",
+    504: "the time limit passed",
+}
+"""Status -> what a route of clients means by it."""
+_MEDIA_TYPES = {"/chat": "text/html", "/docs": "text/html", "/metrics": "text/plain"}
+"""Of routes that answer with something else than JSON."""
+_STREAMING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+_ERROR = {
+    "type": "object",
+    "description": "Why a request was refused.",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
 
 
 def describe(routes: Iterable[BaseRoute]) -> dict[str, Any]:
@@ -39,6 +72,7 @@ def describe(routes: Iterable[BaseRoute]) -> dict[str, Any]:
     )
     components = document.setdefault("components", {})
     components.setdefault("schemas", {}).update(schemas.get("$defs", {}))
+    components["schemas"]["Error"] = _ERROR
     components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
@@ -48,7 +82,23 @@ def describe(routes: Iterable[BaseRoute]) -> dict[str, Any]:
                 options = [refs[(kind, "validation")] for kind in BODIES[path]]
                 schema = options[0] if len(options) == 1 else {"anyOf": options}
                 operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+            _describe_answers(path, operation["responses"])
     return document
+
+
+def _describe_answers(path: str, responses: dict[str, Any]) -> None:
+    """Add what a route may answer besides what its function declares."""
+    content = responses.setdefault("200", {"description": "OK"}).setdefault("content", {})
+    if path in _MEDIA_TYPES:
+        content.clear()
+        content[_MEDIA_TYPES[path]] = {"schema": {"type": "string"}}
+    if path in _STREAMING:
+        content["text/event-stream"] = {"schema": {}}
+    responses.pop("422", None)  # FastAPI's own, whose place 400 has
+    statuses = _REFUSALS if path.startswith(_TOKEN_PATHS) else [401, 403, 404, 500, 503]
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    for status in statuses:
+        responses.setdefault(str(status), {"description": _REFUSALS[status], "content": error})
 
 
 async def openapi_document(request: Request) -> Response:

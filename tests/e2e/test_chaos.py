@@ -1,7 +1,8 @@
-"""A hundred faults, every kind among them, happen to a real service whose answers must outlive their replica."""
+"""Every kind of fault happens to a real service whose answers must outlive their replica; nothing is lost, all comes back."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from pathlib import Path
 
@@ -13,19 +14,19 @@ from paceline.bench.common.result_file import read_json
 from paceline.serving.loading.target import read_target
 from tests.helpers.service_load import write_drafter, write_model
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(2400)]
-NUM_FAULTS = 100
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1200)]
 SEED = 200
 """A proxy is killed right behind a step of the clock backwards."""
 
 
-def test_a_hundred_faults_of_every_kind_take_no_token_and_all_comes_back(tmp_path: Path) -> None:
+def test_faults_of_every_kind_take_no_token_and_all_comes_back(tmp_path: Path) -> None:
     write_model(tmp_path / "model")
     write_drafter(tmp_path / "drafter", read_target(tmp_path / "model"), seed=0)
     options = ChaosOptions(
-        num_faults=NUM_FAULTS, seed=SEED, is_resuming_answers=True, width=3, pause_s=0.8, model=str(tmp_path / "model"),
+        num_faults=1, seed=SEED, is_resuming_answers=True, width=3, pause_s=0.8, model=str(tmp_path / "model"),
         drafter=str(tmp_path / "drafter"), resume=tmp_path / "run", json=tmp_path / "r.json", html=tmp_path / "r.html",
     )  # fmt: skip
+    options = dataclasses.replace(options, num_faults=len(options.drawn()))
     said = io.StringIO()
     document = run_chaos(options, Console(file=said, width=190))
     assert not has_failed(document), said.getvalue()
@@ -33,7 +34,7 @@ def test_a_hundred_faults_of_every_kind_take_no_token_and_all_comes_back(tmp_pat
         o["status"] == "ok" and o["recovery_s"] is not None and o["num_answers"] > 0 for o in document["outcomes"]
     )
     names = [o["name"] for o in document["outcomes"]]
-    assert len(names) == NUM_FAULTS and set(names) == set(options.drawn())
+    assert sorted(names) == sorted(options.drawn())
     if "clock-step" in names:
         at = names.index("clock-step")
         assert document["outcomes"][at]["note"].startswith("-") and names[at + 1] == "proxy-kill"
