@@ -4,6 +4,7 @@ VENV := .venv
 VLLM_VENV ?= .venv-vllm
 VLLM_VERSION := 0.32.0
 CLIENTS_VENV ?= .venv-clients
+PROMPTFOO_VERSION := 0.123.1
 RAY_VERSION := $(shell sed -n "s/^ray==//p" constraints.txt)
 PY := $(VENV)/bin/python
 ARGS ?=
@@ -23,7 +24,7 @@ help:
 	@echo "make demo  [ARGS='--json F --html F']  the whole loop on this computer, about 7 minutes"
 	@echo "make test  [ARGS='-k name'] [WORKERS=3] every test that needs no GPU"
 	@echo "make test-vllm [VLLM_VENV=DIR]         drafters and the plugin in a real vLLM on the CPU (4 GB, installed once; 25 minutes)"
-	@echo "make test-clients                      LangChain, LiteLLM, instructor, OpenAI's agents against the API (3 GB, installed once)"
+	@echo "make test-clients                      LangChain, LiteLLM, instructor, OpenAI's agents, lm-eval, promptfoo against the API (5 GB, installed once)"
 	@echo "make serve [ARGS='--model DIR']        OpenAI-compatible server in the foreground"
 	@echo "make fuzz URL=http://127.0.0.1:8000 [ARGS='--seed N'] a million requests that nobody should send, for a night"
 	@echo "make lint                              ruff and mypy"
@@ -69,11 +70,13 @@ $(CLIENTS_VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(CLIENTS_VENV)
 	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "setuptools>=77" wheel
 	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable ".[embedded,test]"
-	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check langchain-openai litellm instructor mcp openai-agents
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check langchain-openai litellm instructor mcp openai-agents "lm-eval[api]"
+	@command -v npm >/dev/null || echo "npm is not there: promptfoo is left out"
+	@! command -v npm >/dev/null || npm install --silent --no-audit --no-fund --prefix $(CLIENTS_VENV) promptfoo@$(PROMPTFOO_VERSION)
 	@touch $@
 
 test-clients: $(CLIENTS_VENV)/.ready
-	$(CLIENTS_VENV)/bin/python -m pytest tests/serving/api/test_clients.py -v $(ARGS)
+	PATH="$(abspath $(CLIENTS_VENV))/node_modules/.bin:$$PATH" $(CLIENTS_VENV)/bin/python -m pytest tests/serving/api/test_clients.py -v $(ARGS)
 
 serve: $(VENV)/.ready
 	$(VENV)/bin/paceline serve $(ARGS)

@@ -230,7 +230,7 @@ class Api:
 def make_router(parts: ApiParts) -> APIRouter:
     """Every route of a replica.
 
-    /v1, /tokenize, /detokenize and the extra routers are locked: `parts.clients` says who may use them. State, swap and
+    /v1, the routes of tokens and the extra routers are locked: `parts.clients` says who may use them. State, swap and
     metrics are too, unless `parts` brings rules of their own. Health, version, the API's description and /chat ask for
     nothing; the open routers check what they want themselves.
     """
@@ -245,6 +245,7 @@ def make_router(parts: ApiParts) -> APIRouter:
     for prefix in ("", "/v1"):
         locked.add_api_route(f"{prefix}/tokenize", tokens.tokenize, methods=["POST"])
         locked.add_api_route(f"{prefix}/detokenize", tokens.detokenize, methods=["POST"])
+        locked.add_api_route(f"{prefix}/tokenizer_info", tokens.tokenizer_info, methods=["GET"])
     locked.add_api_route("/v1/models", api.models, methods=["GET"])
     locked.add_api_route("/v1/models/{name:path}", api.model, methods=["GET"])
     for extra in parts.extra_routers:

@@ -27,7 +27,7 @@ BODIES: dict[str, tuple[type[BaseModel], ...]] = {
     "/v1/detokenize": (DetokenizeBody,),
 }
 """Path -> the models that its POST body is checked by; any one of them."""
-_TOKEN_PATHS = ("/v1/", "/tokenize", "/detokenize")
+_TOKEN_PATHS = ("/v1/", "/token", "/detokenize")
 _REFUSALS = {
     400: "a field is wrong, unknown, not supported, or does not fit with the others",
     401: "no valid token",

@@ -156,8 +156,11 @@ class DetokenizeBody(RequestBody):
     tokens: list[int] = Field(max_length=2**20)
 
 
+_NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
 class TokenRoutes:
-    """The two handlers of one replica."""
+    """The handlers of one replica."""
 
     def __init__(self, parts: ApiParts, prompts: Prompts, tokens: TokenText) -> None:
         self._parts, self._prompts, self._tokens = parts, prompts, tokens
@@ -177,6 +180,18 @@ class TokenRoutes:
             strings = await with_tokens(lambda: [self._tokens.token_text(t) for t in token_ids], token_ids)
         out = {
             "count": len(token_ids), "max_model_len": info.context_tokens, "tokens": token_ids, "token_strs": strings,
+        }  # fmt: skip
+        return json_response(out)
+
+    async def tokenizer_info(self) -> Response:
+        """What a client needs to write prompts as the model does: special tokens and chat template."""
+        tokenizer = self._prompts.tokenizer
+        named = {name: getattr(tokenizer, name, None) for name in _NAMED_TOKENS}
+        template = getattr(tokenizer, "chat_template", None)
+        out = {
+            "tokenizer_class": type(tokenizer).__name__, "model_max_length": self._parts.client.info().context_tokens,
+            **{name: None if token is None else str(token) for name, token in named.items()},
+            "chat_template": template if isinstance(template, str) else None,
         }  # fmt: skip
         return json_response(out)
 

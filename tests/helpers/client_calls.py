@@ -182,7 +182,7 @@ def _others() -> Iterator[Call]:
         client=name, what="`/tokenize`", path="/tokenize", body={"model": "tiny", "prompt": "hi"}, word='"tokens"'
     )
     yield Call(client=name, what="`/detokenize`", path="/detokenize", body={"model": "tiny", "tokens": [5, 9]}, word='"prompt"')  # fmt: skip
-    for path in ("/health", "/ping", "/version", "/openapi.json", "/docs"):
+    for path in ("/health", "/ping", "/version", "/tokenizer_info", "/openapi.json", "/docs"):
         yield Call(client=f"{name}, probes", what=f"`{path}`", path=path)
     for field, value in (("regex", "[ab]{2}"), ("ebnf", 'root ::= "a" | "b"'), ("json_schema", json.dumps(SCHEMA))):
         yield _text("SGLang", f"`{field}`", **{field: value})

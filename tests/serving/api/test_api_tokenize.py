@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import jinja2
 import pytest
 
 from paceline.serving.api.app import build_api
@@ -137,6 +138,20 @@ def test_the_token_is_asked_for(real: tuple, path: str) -> None:
     body = {"prompt": "a"} if path.endswith("/tokenize") else {"tokens": [70]}
     assert post(real[0], path, body, token="guess").status_code == 401
     assert post(real[0], path, body).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/tokenizer_info", "/v1/tokenizer_info"])
+def test_a_client_can_write_conversations_as_the_service_does(real: tuple, path: str) -> None:
+    base, engine = real
+    assert httpx.get(f"{base}{path}").status_code == 401
+    info = httpx.get(f"{base}{path}", headers={"Authorization": "Bearer sesame"}).json()
+    assert info["model_max_length"] == engine.max_context_tokens
+    eos = post(base, "/tokenize", {"prompt": info["eos_token"], "add_special_tokens": False}).json()["tokens"]
+    assert eos == [TOKENIZER.eos_token_id] and info["bos_token"] == TOKENIZER.bos_token
+    template = jinja2.Environment().from_string(info["chat_template"])
+    text = template.render(messages=MESSAGES, add_generation_prompt=True)
+    whole = post(base, "/tokenize", {"messages": MESSAGES}).json()["tokens"]
+    assert post(base, "/tokenize", {"prompt": text, "add_special_tokens": False}).json()["tokens"] == whole
 
 
 def test_a_model_without_a_template_has_no_conversations() -> None:

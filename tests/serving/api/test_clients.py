@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal
 
 import openai
@@ -178,6 +182,52 @@ def test_instructor(url: str) -> None:
     assert isinstance(instructor.from_openai(client).chat.completions.create(**ask), Trip)
     by_schema = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
     assert isinstance(by_schema.chat.completions.create(**ask), Trip)
+
+
+def test_lm_eval(url: str) -> None:
+    """Both kinds of its requests, with the service's own tokenizer: what `lm_eval --model local-completions` does."""
+    models = pytest.importorskip("lm_eval.models.openai_completions")
+    from lm_eval.api.instance import Instance
+
+    def asked(kind: str, arguments: tuple) -> Instance:
+        return Instance(request_type=kind, doc={}, arguments=arguments, idx=0, metadata=("a task", 0, 1))
+
+    lm = models.LocalCompletionsAPI(base_url=f"{url}/completions", model="tiny", max_retries=1, batch_size=2)
+    assert lm.tokenizer_backend == "remote"
+    scored = lm.loglikelihood([asked("loglikelihood", ("a b", end)) for end in (" c", " de", " f")])
+    client = openai.OpenAI(base_url=url, api_key="x", max_retries=0)
+    for (score, is_greedy), text in zip(scored, ("a b c", "a b de", "a b f"), strict=True):
+        tops = (
+            client.completions.create(model="tiny", prompt=text, max_tokens=1, echo=True, logprobs=1)
+            .choices[0]
+            .logprobs
+        )
+        assert score == pytest.approx(sum(tops.token_logprobs[len("a b") : len(text)]), abs=1e-3)
+        assert is_greedy in (True, False)
+    until = {"until": ["x"], "max_gen_toks": 8, "temperature": 0.0}
+    (answer,) = lm.generate_until([asked("generate_until", ("hi", until))])
+    assert isinstance(answer, str)
+
+
+@pytest.mark.skipif(shutil.which("promptfoo") is None, reason="promptfoo is not on PATH")
+def test_promptfoo(url: str, tmp_path: Path) -> None:
+    settings = {"apiBaseUrl": url, "apiKey": "x", "temperature": 0, "max_tokens": 8, "max_output_tokens": 8}
+    kinds = ("chat", "completion", "responses")
+    config = {
+        "prompts": ["hi {{name}}"],
+        "providers": [{"id": f"openai:{kind}:tiny", "config": settings} for kind in kinds],
+        "tests": [{"vars": {"name": name}, "assert": [{"type": "javascript", "value": "output.length > 0"}]} for name in "ab"],
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    off = ("PROMPTFOO_DISABLE_TELEMETRY", "PROMPTFOO_DISABLE_UPDATE", "PROMPTFOO_DISABLE_REMOTE_GENERATION")
+    done = subprocess.run(
+        ["promptfoo", "eval", "-c", "config.json", "--no-cache", "--no-table", "-o", "out.json"], cwd=tmp_path,
+        env={**os.environ, **dict.fromkeys(off, "1"), "PROMPTFOO_CONFIG_DIR": str(tmp_path)}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "out.json").read_text())["results"]["results"]
+    assert sorted(r["provider"]["id"] for r in rows) == sorted(f"openai:{kind}:tiny" for kind in kinds for _ in "ab")
+    assert all(r["success"] for r in rows), rows
 
 
 @pytest.mark.parametrize("model_of", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])

@@ -13,7 +13,7 @@ from paceline.serving.api.generation import ApiParts
 from paceline.serving.api.openapi import BODIES
 from tests.helpers.api_server import TOKENIZER, ScriptedEngine
 
-PAGES = ("/healthz", "/health", "/ping", "/readyz", "/version", "/chat", "/docs", "/metrics", "/paceline/state", "/paceline/swap", "/v1/models", "/v1/models/{name}")  # fmt: skip
+PAGES = ("/healthz", "/health", "/ping", "/readyz", "/version", "/chat", "/docs", "/metrics", "/paceline/state", "/paceline/swap", "/v1/models", "/v1/models/{name}", "/tokenizer_info", "/v1/tokenizer_info")  # fmt: skip
 NAMES = [*(f"get {path}" for path in PAGES), *(f"post {path}" for path in BODIES)]
 TOO_STRICT = "positive_data_acceptance"
 """Fields that exclude each other, and prompts that do not fit, are valid by the description and are refused."""
