@@ -12,7 +12,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,7 @@ LOCAL_GRACE_S = 30.0
 STREAM_GRACE_S = 900.0
 """At least the longest stream: drain of a replica that goes while the service stays."""
 _REACH_S = 5.0
+_SLOW_START = "timed out during startup"
 _LOOK_S = 0.1
 _ANSWERS_S = 10.0
 _CLOSING_S = 30.0
@@ -354,23 +355,23 @@ def start_ray(config: ServiceConfig) -> bool:
     os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")
     os.environ.setdefault("RAY_SERVE_METRICS_EXPORT_INTERVAL_MS", "10000")
     num_ingress_cpus = config.ingress.num_replicas * INGRESS_CPUS if config.resume else 0.0
+    settings: dict[str, Any] = {
+        "address": "local",
+        "_node_ip_address": "127.0.0.1",
+        "namespace": NAMESPACE,
+        # logical CPUs: replicas book one each, a training task what it was given, everything else next to nothing
+        "num_cpus": max(
+            os.cpu_count() or 1,
+            most_replicas(config) * 2 + math.ceil(config.trainer_resources.num_cpus + 2 * num_ingress_cpus),
+        ),
+        "resources": dict(config.trainer_resources.resources) or None,
+        "include_dashboard": False,
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "log_to_driver": False,
+        "configure_logging": False,
+    }
     with kept_sigterm(), _loopback_allowed():
-        ray.init(
-            address="local",
-            _node_ip_address="127.0.0.1",
-            namespace=NAMESPACE,
-            # logical CPUs: replicas book one each, a training task what it was given, everything else next to nothing
-            num_cpus=max(
-                os.cpu_count() or 1,
-                most_replicas(config) * 2 + math.ceil(config.trainer_resources.num_cpus + 2 * num_ingress_cpus),
-            ),
-            resources=dict(config.trainer_resources.resources) or None,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            configure_logging=False,
-            _metrics_export_port=free_port(),
-        )
+        _start_patiently(lambda: ray.init(**settings, _metrics_export_port=free_port()))
     address = ray.util.get_node_ip_address()
     if address not in ("127.0.0.1", "::1"):
         ray.shutdown()
@@ -390,6 +391,21 @@ def _want_token() -> None:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     RaySettings.initialize("")  # Ray has read the mode when it was imported, and the token if it was used before
     AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _start_patiently(start: Callable[[], object]) -> None:
+    """Start Ray, once more where a busy computer takes longer than Ray's fixed 30 s to start its processes."""
+    before = set(psutil.Process().children(recursive=True))
+    try:
+        start()
+    except Exception as e:  # Ray raises no kind of its own
+        if _SLOW_START not in str(e):
+            raise
+        log.warning("Ray did not start within 30 s, as on a busy computer; trying once more")
+        for process in set(psutil.Process().children(recursive=True)) - before:
+            with suppress(psutil.Error):
+                process.kill()
+        start()
 
 
 @contextmanager

@@ -483,7 +483,7 @@ def clients_fuzz(around: Surroundings) -> Blow:
 
 # ---- the table --------------------------------------------------------------------------------------------------------
 def _faults() -> Iterator[Fault]:
-    for kind in ("replica", "controller", "redis", "proxy", "ingress"):
+    for kind in ("replica", "controller", "redis", "proxy", "serve-controller", "ingress"):
         yield Fault(
             name=f"{kind}-kill", what=f"kill -9 of a process of kind {kind}", seen="another process has its place",
             strike=killing(kind), breaks=kind if kind in ("replica", "proxy", "ingress") else "",

@@ -32,6 +32,7 @@ PROCESSES = {
     "replica": "ray::ServeReplica:{application}:engine",
     "ingress": "ray::ServeReplica:{application}:ingress",
     "proxy": "ray::ProxyActor",
+    "serve-controller": "ray::ServeController",
     "controller": "ray::ControllerActor",
     "trainer": "ray::train_task",
 }

@@ -19,7 +19,8 @@ log = logging.getLogger(__name__)
 ENGINE = "engine"
 """Name of the deployment that makes text."""
 EVERY_S = 0.5
-_SERVING = (ReplicaState.RUNNING, ReplicaState.UPDATING, ReplicaState.PENDING_MIGRATION)
+_SERVING = (ReplicaState.RUNNING, ReplicaState.UPDATING, ReplicaState.PENDING_MIGRATION, ReplicaState.RECOVERING)
+"""RECOVERING: a new controller of Serve has not heard of it yet, and the proxies know it still."""
 
 
 def routes() -> dict[str, bool]:

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from paceline.errors import RequestError
 from paceline.serving.api.app import build_api
-from paceline.serving.api.bodies import ChatBody, CompletionBody
+from paceline.serving.api.bodies import ChatBody, CompletionBody, ResponsesBody
 from paceline.serving.api.generation import ApiParts
 from paceline.serving.api.prompts import DetokenizeBody, TokenizeChat, TokenizePrompt
 from paceline.serving.sampling.draw import SamplingBatch, TokenCounts, draw_tokens, has_penalties
@@ -33,6 +33,7 @@ VALUES = [
 ROUTES: list[tuple[str, type[BaseModel], dict[str, Any]]] = [
     ("/v1/completions", CompletionBody, {"prompt": "a"}),
     ("/v1/chat/completions", ChatBody, {"messages": [{"role": "user", "content": "a"}]}),
+    ("/v1/responses", ResponsesBody, {"input": "a"}),
     ("/tokenize", TokenizePrompt, {"prompt": "a"}),
     ("/tokenize", TokenizeChat, {"messages": [{"role": "user", "content": "a"}]}),
     ("/detokenize", DetokenizeBody, {"tokens": [70]}),
