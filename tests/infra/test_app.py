@@ -1,0 +1,52 @@
+"""Claims of infra/app.py that need no cluster."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from paceline.infra.app import _start_patiently
+
+SLOW = Exception(
+    "The current node timed out during startup. This could happen because some of the raylet failed to startup"
+)
+
+
+@pytest.mark.parametrize("num_failures", [0, 1, 2])
+def test_a_ray_that_is_slow_to_start_is_started_once_more_and_leaves_nothing(num_failures: int) -> None:
+    mine = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> None:
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+        if len(started) <= num_failures:
+            raise SLOW
+
+    try:
+        if num_failures == 2:
+            with pytest.raises(Exception, match="timed out during startup"):
+                _start_patiently(start)
+        else:
+            _start_patiently(start)
+        assert len(started) == min(num_failures + 1, 2)
+        assert all(p.wait(5) != 0 for p in started[:-1]), "what a start left is ended"
+        assert psutil.pid_exists(mine.pid) and mine.poll() is None and started[-1].poll() is None
+    finally:
+        for process in (mine, *started):
+            process.kill()
+            process.wait()
+
+
+def test_another_failure_of_ray_is_not_tried_again() -> None:
+    calls = []
+
+    def start() -> None:
+        calls.append(1)
+        raise ValueError("no such resource")
+
+    with pytest.raises(ValueError, match="no such resource"):
+        _start_patiently(start)
+    assert calls == [1]
