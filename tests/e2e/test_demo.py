@@ -1,4 +1,4 @@
-"""The main job from the command line: exit code, document, consistency, nothing left behind."""
+"""The main job from the command line of an installed wheel: exit code, document, consistency, nothing left behind."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from pathlib import Path
@@ -14,7 +15,41 @@ import psutil
 import pytest
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(420)]
-DEMO = (sys.executable, "-m", "paceline.cli.main", "demo")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The command, installed from the wheel into an environment of its own; what it depends on is this one's."""
+    folder = tmp_path_factory.mktemp("installed")
+    source = folder / "source"
+    left_out = shutil.ignore_patterns(
+        ".git", ".venv*", "build", "dist", "tests", "docs", "__pycache__", ".mypy_*", "*.egg-info"
+    )
+    shutil.copytree(ROOT, source, ignore=left_out)
+    run = lambda *command: subprocess.run(command, check=True, capture_output=True, timeout=240, cwd=folder)  # noqa: E731
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source))
+    shutil.rmtree(source)
+    run(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv"))
+    (wheel,) = folder.glob("*.whl")
+    python = folder / "venv" / "bin" / "python"
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-compile",
+        str(wheel),
+    )
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.decode().strip())
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))  # below site-packages: the wheel comes first
+    found = run(python, "-c", "import paceline; print(paceline.__file__)").stdout.decode().strip()
+    assert found == str(site / "paceline" / "__init__.py"), "not this checkout"
+    return str(python.with_name("paceline")), "demo"
 
 
 @pytest.fixture
@@ -65,10 +100,10 @@ def _left_behind(tmp_path):
     return [i for i in infos if mark in " ".join(i["cmdline"] or []) or mark in (i["cwd"] or "")]
 
 
-def test_short_demo_is_lossless_consistent_and_cleans_up(short_path, environment):
+def test_short_demo_is_lossless_consistent_and_cleans_up(demo, short_path, environment):
     json_path, html_path = short_path / "demo.json", short_path / "demo.html"
     options = ["--minutes", "0.4", "--seed", "3", "--json", str(json_path), "--html", str(html_path)]
-    done = subprocess.run([*DEMO, *options], capture_output=True, text=True, timeout=400, env=environment, stdin=subprocess.DEVNULL)  # fmt: skip
+    done = subprocess.run([*demo, *options], capture_output=True, text=True, timeout=400, env=environment, cwd="/", stdin=subprocess.DEVNULL)  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert html_path.stat().st_size > 1_000_000  # plotly is inside the page
     result = json.loads(json_path.read_text())
@@ -81,11 +116,11 @@ def test_short_demo_is_lossless_consistent_and_cleans_up(short_path, environment
     assert "Token authentication" not in done.stderr
 
 
-def test_interrupted_demo_cleans_up(short_path, environment):
+def test_interrupted_demo_cleans_up(demo, short_path, environment):
     out = short_path / "out.txt"
     with out.open("w") as f:
         process = subprocess.Popen(
-            [*DEMO, "--minutes", "5"], stdout=f, stderr=f, env=environment, stdin=subprocess.DEVNULL
+            [*demo, "--minutes", "5"], stdout=f, stderr=f, env=environment, cwd="/", stdin=subprocess.DEVNULL
         )
     deadline = time.monotonic() + 120
     while not _left_behind(short_path) and time.monotonic() < deadline:  # Redis runs, Ray is about to
