@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from paceline.adapt.versions.registry import DrafterRegistry
@@ -86,6 +87,12 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 def test_host_opens_the_http_port_and_no_other(service: Service) -> None:
     assert {(ip, port) for ip, port, _ in outer_listeners()[1]} == {("0.0.0.0", service.config.port)}
+
+
+def test_none_of_rays_processes_that_serve_nobody_here_is_started(service: Service) -> None:
+    commands = [" ".join(p.cmdline()) for p in psutil.Process().children(recursive=True)]
+    assert any("raylet" in c for c in commands)
+    assert not [c for c in commands if "log_monitor.py" in c or "autoscaler" in c or "dashboard.py" in c]
 
 
 def test_a_shift_is_learned_gated_and_swapped_in(service: Service) -> None:
