@@ -71,11 +71,12 @@ $(CLIENTS_VENV)/.ready: pyproject.toml constraints.txt
 	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "setuptools>=77" wheel
 	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-build-isolation --editable ".[embedded,test]"
 	$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check langchain-openai litellm instructor mcp openai-agents "lm-eval[api]"
-	@command -v npm >/dev/null || echo "npm is not there: promptfoo is left out"
-	@! command -v npm >/dev/null || npm install --silent --no-audit --no-fund --prefix $(CLIENTS_VENV) promptfoo@$(PROMPTFOO_VERSION)
 	@touch $@
 
-test-clients: $(CLIENTS_VENV)/.ready
+$(CLIENTS_VENV)/node_modules/.promptfoo-$(PROMPTFOO_VERSION): | $(CLIENTS_VENV)/.ready
+	@npm install --silent --no-audit --no-fund --prefix $(CLIENTS_VENV) promptfoo@$(PROMPTFOO_VERSION) && touch $@ || echo "npm cannot install promptfoo: it is left out"
+
+test-clients: $(CLIENTS_VENV)/.ready $(CLIENTS_VENV)/node_modules/.promptfoo-$(PROMPTFOO_VERSION)
 	PATH="$(abspath $(CLIENTS_VENV))/node_modules/.bin:$$PATH" $(CLIENTS_VENV)/bin/python -m pytest tests/serving/api/test_clients.py -v $(ARGS)
 
 serve: $(VENV)/.ready

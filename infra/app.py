@@ -75,6 +75,7 @@ STREAM_GRACE_S = 900.0
 """At least the longest stream: drain of a replica that goes while the service stays."""
 _REACH_S = 5.0
 _SLOW_START = "timed out during startup"
+"""What Ray says of it."""
 _LEFT_OUT = ("start_log_monitor", "start_monitor", "start_api_server")
 """Of Ray's processes on a computer: those that print workers' lines at drivers, ask for more nodes, and serve its dashboard. Each
 takes 2 s of a core to start and 80 to 120 MiB, the first 3% of a core as long as it runs."""
@@ -406,10 +407,21 @@ def _start_patiently(start: Callable[[], object]) -> None:
         if _SLOW_START not in str(e):
             raise
         log.warning("Ray did not start within 30 s, as on a busy computer; trying once more")
-        for process in set(psutil.Process().children(recursive=True)) - before:
+        left = [p for p in set(psutil.Process().children(recursive=True)) - before if _is_of_ray(p)]
+        for process in left:
             with suppress(psutil.Error):
                 process.kill()
+        psutil.wait_procs(left, timeout=5)
         start()
+
+
+def _is_of_ray(process: psutil.Process) -> bool:
+    """Whether a process is one of Ray's own: what else this one has started meanwhile is not Ray's to end."""
+    try:
+        command = " ".join(process.cmdline())
+    except psutil.Error:
+        return False
+    return command.startswith("ray::") or str(Path(ray.__file__).parent) in command
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from paceline.bandit.controller.epoch import (
     drop_bucket,
     learn_history,
     part_bucket,
+    rows_of,
 )
 from paceline.bandit.controller.jobs import finish_job
 from paceline.bandit.controller.policy_inputs import build_view, remember_epoch
@@ -221,6 +222,7 @@ class Controller:
                 "length_after": job.length_after,
                 "cost": msgspec.to_builtins(job.cost),
                 "others": job.others,
+                "usable_rows": {b: rows_of(state, context, b)[0] for b in (job.bucket, *job.others)},
             },
             choice,
             arm=job.arm.name,

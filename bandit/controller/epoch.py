@@ -187,7 +187,7 @@ def bucket_beliefs(state: ControllerState, config: PolicyConfig, context: HostCo
         length = state.table.estimate(name, version) or _undrafted_length(round_s, meter.plain_token_s())
         if length is None:
             continue
-        usable, fresh = _rows(state, context, name)
+        usable, fresh = rows_of(state, context, name)
         learner = learner_of(state, name, version)
         found[name] = BucketBelief(
             bucket=name,
@@ -258,7 +258,7 @@ def pooled_beliefs(
     return found, others
 
 
-def _rows(state: ControllerState, context: HostContext, name: str) -> tuple[int, int]:
+def rows_of(state: ControllerState, context: HostContext, name: str) -> tuple[int, int]:
     """(usable, fresh) rows of a bucket: usable describe its text as it is now, fresh came after its last job."""
     stored = context.rows.get(name, 0)
     written = context.rows_written.get(name, stored)

@@ -40,6 +40,8 @@ class JobOutcome(msgspec.Struct, frozen=True, kw_only=True):
     publish: str | None
     """Version to give to the decision's bucket now; None: it keeps the one that it has."""
     reason: str
+    others: list[str] = []
+    """Buckets that learned together with the decision's and may be given it, too."""
 
 
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):

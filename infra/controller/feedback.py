@@ -129,8 +129,11 @@ class Feedback:
             books.log("note", {"text": "feedback group made again after a flush"})
             books.flush()
             return 0
+        folded = set(books.pending.ack_ids)
         try:
             for entry_id, fields in entries:
+                if entry_id in folded:  # read again, and not acknowledged yet
+                    continue
                 books.pending.ack_ids.append(entry_id)
                 batch = self._decode(entry_id, fields)
                 if batch is None:

@@ -22,6 +22,7 @@ import redis
 from redis.exceptions import RedisError, WatchError
 
 from paceline.adapt.versions.lifecycle import DrafterStatus
+from paceline.bandit.controller.state import JobOutcome
 from paceline.config import PolicyConfig
 from paceline.contracts import ArmSpec, Decision, DesiredState, TrainJob, TrainResult, burst_plan, decode, encode
 from paceline.errors import PacelineError
@@ -440,18 +441,18 @@ class Jobs:
                 return
             self._lives.publish(outcome.publish, outcome.reason, now, decision_id, bucket, arm=arm)
             if self._books.state.rollout.canary is None:  # else the others wait for the verdict
-                for other in self._together(outcome.decision):
+                for other in self._together(outcome):
                     self._lives.publish(outcome.publish, outcome.reason, now, decision_id, other, arm=arm)
         elif version is not None and self._books.state.lifecycle.status(version) == DrafterStatus.SHADOWED:
             self._lives.move(version, DrafterStatus.RETIRED, outcome.reason, now)
 
-    def _together(self, decision: Decision) -> list[str]:
+    def _together(self, outcome: JobOutcome) -> list[str]:
         """Classes that learned together with the decision's and still have the version that the job began from."""
         state, desired = self._books.state, self._books.desired
         assert desired is not None, "a job has a version to begin from"
         names = {*state.classes.published.names} - {*state.assigned}
-        base = decision.context.get("base_version")
-        return [b for b in decision.context.get("others", ()) if b in names and desired.version_of(b) == base]
+        base = outcome.decision.context.get("base_version")
+        return [b for b in outcome.others if b in names and desired.version_of(b) == base]
 
     def stop(self, patience_s: float) -> None:
         """Ask the job in flight to stop, wait for its end for at most patience_s, then kill it."""
@@ -477,16 +478,18 @@ def order_job(
     """Turn a train decision into a job; None when the bucket has no shards.
 
     Args:
-        arm: sized arm; twice its rows are handed over, since the learner may have read part of them, but none that were
-            written before the bucket's present text began.
+        arm: sized arm; twice its rows are handed over, since the learner may have read part of them, but no shard that was
+            whole before a bucket's present text began.
         shards: ShardInfo of the target, oldest first. For a tenant's own bucket only those of its own buckets count, for any
             other bucket those of nobody's own.
     """
     shards = [s for s in shards if tenant_of(s.bucket) == tenant_of(decision.bucket)]
     together = {decision.bucket, *decision.context.get("others", ())}
-    belief = decision.context.get("belief") or {}
-    usable = max(belief.get("usable_rows", 2 * arm.num_rows), arm.num_rows)
-    own = newest([s for s in shards if s.bucket in together], min(2 * arm.num_rows, usable))
+    present = {bucket: [s for s in shards if s.bucket == bucket] for bucket in together}
+    for bucket, num_rows in decision.context.get("usable_rows", {}).items():
+        present[bucket] = newest(present.get(bucket, []), num_rows)
+    of_now = {s.shard_id for found in present.values() for s in found}
+    own = newest([s for s in shards if s.shard_id in of_now], 2 * arm.num_rows)
     if not own:
         return None
     others = sorted({s.bucket for s in shards} - together)

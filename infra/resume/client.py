@@ -94,6 +94,7 @@ MAX_REFUSALS = 3
 """Engines with a full queue that a new request is offered to before the client hears of it."""
 MAX_SILENCE_S = 30.0
 """An engine that has a request and from which nothing came for so long counts as dead; see SIGN_OF_LIFE_S."""
+_SILENCE = "nothing came"
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.05, 1.0
 DEADLINE_GRACE_S = 1.0
 """An engine that has the request may end it itself so long behind its deadline; it does not know how long the way to it took."""
@@ -288,7 +289,7 @@ class ResumingClient:
             await asyncio.sleep(progress.backoff_s * random.uniform(0.5, 1.0))
             if self._timer() - progress.lost_s >= config.max_wait_s:
                 raise EngineStoppedError(
-                    f"no replica took this request within {config.max_wait_s:g} s ({progress.reasons[-1]}); send it again"
+                    f"no replica took this request within {config.max_wait_s:g} s ({_told(progress.reasons)}); send it again"
                 )
             progress.backoff_s = min(max(2 * progress.backoff_s, FIRST_BACKOFF_S), LAST_BACKOFF_S)
 
@@ -313,7 +314,7 @@ class ResumingClient:
                 if not progress.is_admitted:
                     self.counters.num_resumed += progress.was_admitted
                     progress.is_admitted = progress.was_admitted = True
-                    splice.target_version = item.target_version
+                    splice.target_version = item.target_version or splice.target_version  # '' from older releases
                     _settle(admitted)
                 for event in item.events:
                     if event.finish_reason == "error" and not event.is_own_fault:
@@ -346,7 +347,7 @@ class ResumingClient:
         except StopAsyncIteration:
             raise _Broken("its stream ended without a last event") from None
         except TimeoutError:
-            raise _Broken(f"nothing came from an engine for {patience_s:.1f} s") from None
+            raise _Broken(f"{_SILENCE} from an engine for {patience_s:.1f} s") from None
         except CapacityError:
             raise
         except Exception as e:  # whatever the way to the engine raises when that dies
@@ -354,6 +355,11 @@ class ResumingClient:
 
     def _elapsed_ms(self, progress: _Progress) -> float:
         return (self._timer() - progress.started_s) * 1e3
+
+
+def _told(reasons: Sequence[str]) -> str:
+    """The latest reason that an engine gave, or the latest of all: that time was up says nothing."""
+    return next((r for r in reversed(reasons) if not r.startswith(_SILENCE)), reasons[-1])
 
 
 def _settle(admitted: asyncio.Future[None]) -> None:

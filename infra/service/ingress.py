@@ -165,13 +165,14 @@ class ResumeIngress:
     async def _ask(self) -> EngineFacts | None:
         try:
             facts = decode_facts(await asyncio.wait_for(self._engines.facts.remote(), PROBE_TIMEOUT_S))
-            if facts.model not in ("", self._config.model):  # which goes, or comes, while this one is replaced
-                raise EngineStoppedError(f"a replica serves {facts.model}")
-            return facts
         except Exception as e:  # Ray raises many kinds while replicas start, die and are replaced
             log.info("no engine answers: %s", type(e).__name__)
-            await asyncio.sleep(PROBE_S / 4)
-            return None
+        else:
+            if facts.model in ("", self._config.model):
+                return facts
+            log.info("an engine answers that serves %s, as while one model replaces the other", facts.model)
+        await asyncio.sleep(PROBE_S / 4)
+        return None
 
 
 def ingress_parts(

@@ -35,6 +35,7 @@ _REFUSALS = {
     404: "no such model",
     408: "the body did not come in time",
     413: "the body is too large",
+    415: "the body is not sent as application/json",
     429: "the queue is full, or the tenant's limit is reached: Retry-After",
     500: "a fault of the service",
     503: "no engine can answer now: Retry-After",
@@ -43,6 +44,9 @@ _REFUSALS = {
 """Status -> what a route of clients means by it."""
 _MEDIA_TYPES = {"/chat": "text/html", "/docs": "text/html", "/metrics": "text/plain"}
 """Of routes that answer with something else than JSON."""
+_HEALTH = ("/healthz", "/health", "/ping", "/readyz")
+_PAGES = "/dashboard"
+"""What the dashboard's page asks for is nobody else's."""
 _STREAMING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 _ERROR = {
     "type": "object",
@@ -74,6 +78,7 @@ def describe(routes: Iterable[BaseRoute]) -> dict[str, Any]:
     components.setdefault("schemas", {}).update(schemas.get("$defs", {}))
     components["schemas"]["Error"] = _ERROR
     components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+    document["paths"] = {path: each for path, each in document["paths"].items() if not path.startswith(_PAGES)}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             if path.startswith(_TOKEN_PATHS):
@@ -82,11 +87,11 @@ def describe(routes: Iterable[BaseRoute]) -> dict[str, Any]:
                 options = [refs[(kind, "validation")] for kind in BODIES[path]]
                 schema = options[0] if len(options) == 1 else {"anyOf": options}
                 operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-            _describe_answers(path, operation["responses"])
+            _describe_answers(method, path, operation["responses"])
     return document
 
 
-def _describe_answers(path: str, responses: dict[str, Any]) -> None:
+def _describe_answers(method: str, path: str, responses: dict[str, Any]) -> None:
     """Add what a route may answer besides what its function declares."""
     content = responses.setdefault("200", {"description": "OK"}).setdefault("content", {})
     if path in _MEDIA_TYPES:
@@ -94,8 +99,16 @@ def _describe_answers(path: str, responses: dict[str, Any]) -> None:
         content[_MEDIA_TYPES[path]] = {"schema": {"type": "string"}}
     if path in _STREAMING:
         content["text/event-stream"] = {"schema": {}}
-    responses.pop("422", None)  # FastAPI's own, whose place 400 has
-    statuses = _REFUSALS if path.startswith(_TOKEN_PATHS) else [401, 403, 404, 500, 503]
+    if path in _HEALTH:
+        ill = {"application/json": {"schema": {"type": "object"}}}
+        responses["503"] = {"description": "the engine is silent, or no requests are taken", "content": ill}
+        return
+    statuses = [401, 403, 404, 500, 503]
+    if path.startswith(_TOKEN_PATHS):
+        statuses = list(_REFUSALS)
+        responses.pop("422", None)  # FastAPI's own, whose place 400 has
+    elif method == "post":
+        statuses += [400, 413, 415]
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     for status in statuses:
         responses.setdefault(str(status), {"description": _REFUSALS[status], "content": error})

@@ -188,6 +188,7 @@ class TokenRoutes:
         tokenizer = self._prompts.tokenizer
         named = {name: getattr(tokenizer, name, None) for name in _NAMED_TOKENS}
         template = getattr(tokenizer, "chat_template", None)
+        template = template.get("default") if isinstance(template, dict) else template
         out = {
             "tokenizer_class": type(tokenizer).__name__, "model_max_length": self._parts.client.info().context_tokens,
             **{name: None if token is None else str(token) for name, token in named.items()},

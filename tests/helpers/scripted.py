@@ -134,8 +134,9 @@ class ScriptedController:
             LedgerEntry(entry_id=f"{decision_id}:training", ts=now, kind="training", bucket="math", version=result.version, seconds=result.train_s)
         )  # fmt: skip
         return JobOutcome(
-            decision=d, publish=result.version if result.status == "accepted" else None, reason=result.reason
-        )
+            decision=d, publish=result.version if result.status == "accepted" else None, reason=result.reason,
+            others=list(d.context.get("others", ())),
+        )  # fmt: skip
 
     def staged(self, decision_id: int, seconds: float, now: float, tag: str = "swap") -> None:
         self.book(

@@ -246,6 +246,27 @@ def test_a_version_goes_to_no_other_kind_of_text_that_got_the_name_while_its_job
     assert outcome.publish == (None if has_ended else "v1") and ("has ended" in outcome.reason) == has_ended
 
 
+def test_a_version_goes_to_no_other_kind_of_text_that_got_the_name_of_a_class_that_learned_with_its_own():
+    service = _Service()
+    service.controller._config = PolicyConfig(policy="always", epoch_s=EPOCH_S, min_rows=500)
+    service.controller.set_policy("always")
+    rows = {"a": 3000, "b": 3000, "c": 3000}
+    pools = dict.fromkeys(rows, "a")
+    service.context = msgspec.structs.replace(service.context, rows=rows, rows_written=rows, pools=pools)
+    for _ in range(3):
+        service.epoch(a=20, b=20, c=20)
+    state, (order,) = service.controller._state, [d for d in service.controller.drain()[0] if d.action == "train"]
+    first, (gone, stays) = order.bucket, order.context["others"]
+    assert order.context["usable_rows"] == rows
+    service.controller.begin_bucket(gone, service.clock.now() + 1.0, 3000)
+    result = TrainResult(
+        job_id="j", status="accepted", version="v1", reason="", train_s=5.0, shadow_s=1.0, num_rows=3000
+    )
+    outcome = service.controller.job_finished(result, decision_id=order.decision_id, now=service.clock.now() + 2.0)
+    assert (outcome.publish, outcome.others) == ("v1", [stays])
+    assert [b for b in rows if state.owner_of(b, "v1") is not None] == sorted([first, stays])
+
+
 def test_a_bucket_that_was_a_part_of_another_keeps_whose_its_versions_are_and_what_they_learned():
     service = _Service()
     for _ in range(3):

@@ -304,12 +304,15 @@ def test_unreadable_entry_does_not_stop_the_stream(host, client, keys):
 def test_a_batch_that_breaks_the_pass_keeps_none_of_those_behind_it_from_being_folded(host, client, keys, monkeypatch):
     lives, observe = host.session.feedback._lives, host.session.feedback._lives.observe
     monkeypatch.setattr(lives, "observe", lambda batch: observe(batch) if batch.seq != 2 else 1 / 0)
+    client.xadd(keys.feedback, {"v": b"junk"})
     for seq in (1, 2, 3, 4):
         send(client, keys, seq)
     with pytest.raises(ZeroDivisionError):
         settle(host)
     settle(host)
-    assert host.session.state.num_rows == stored(client, keys).num_rows == 12
+    state = host.session.state
+    assert (state.num_rows, state.num_lost_entries, state.num_duplicates) == (12, 1, 0)
+    assert stored(client, keys).num_rows == 12
     assert pending_entries(client, keys) == 0 and host.session.state.num_missing_batches == 0
 
 

@@ -239,17 +239,32 @@ def test_lease_is_taken_again_after_a_flush(shared_redis, client, keys):
     assert msgspec.msgpack.decode(client.get(keys.train))["job_id"] == "j1"
 
 
-@pytest.mark.parametrize(("usable", "num_shards"), [(None, 2), (100, 2), (10, 1), (14, 2)])
-def test_a_job_reads_nothing_that_was_written_before_the_present_text_of_its_bucket(usable, num_shards):
+@pytest.mark.parametrize(("usable", "num_shards"), [(None, 2), (100, 2), (10, 1), (14, 2), (0, 0)])
+def test_a_job_reads_no_shard_that_was_whole_before_the_present_text_of_its_bucket(usable, num_shards):
     shards = [
         ShardInfo(shard_id=f"math-{i}", bucket="math", num_rows=10, num_bytes=1, created=float(i), target_version="t")
         for i in range(5)
     ]
     desired = DesiredState(gen=1, version="v1", first_version="v1", holdback_percent=10)
-    order = decision(1, "train", bucket="math", context={} if usable is None else {"belief": {"usable_rows": usable}})
+    order = decision(1, "train", bucket="math", context={} if usable is None else {"usable_rows": {"math": usable}})
     arm = msgspec.structs.replace(ARM, num_rows=10)
     made = order_job(order, arm, shards, desired=desired, policy=PolicyConfig())
-    assert made is not None and made.shard_ids == [f"math-{i}" for i in range(5 - num_shards, 5)]
+    assert (made.shard_ids if made else []) == [f"math-{i}" for i in range(5 - num_shards, 5)]
+
+
+def test_of_buckets_that_learn_together_each_gives_the_rows_of_its_own_present_text():
+    shards = [
+        ShardInfo(shard_id=f"{b}-{i}", bucket=b, num_rows=10, num_bytes=1, created=float(i), target_version="t")
+        for b in ("old", "new")
+        for i in range(5)
+    ]
+    desired = DesiredState(gen=1, version="v1", first_version="v1", holdback_percent=10)
+    context = {"others": ["new"], "usable_rows": {"old": 50, "new": 10}}
+    arm = msgspec.structs.replace(ARM, num_rows=40)
+    made = order_job(
+        decision(1, "train", bucket="old", context=context), arm, shards, desired=desired, policy=PolicyConfig()
+    )
+    assert made is not None and made.shard_ids == [*(f"old-{i}" for i in range(5)), "new-4"]
 
 
 def test_a_job_reads_the_text_of_its_own_tenant_alone():

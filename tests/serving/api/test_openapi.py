@@ -6,6 +6,7 @@ import re
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from paceline.serving.api import openapi
@@ -42,6 +43,24 @@ def test_every_route_and_every_body_is_described(answers: dict[str, httpx.Respon
     refs = set(re.findall(r'"#/components/schemas/(\w+)"', answers["/openapi.json"].text))
     assert refs <= set(schemas), "a reference leads nowhere"
     assert schemas["ChatBody"]["properties"]["min_tokens"]["description"].startswith("Tokens before which")
+
+
+def test_commands_are_described_with_their_refusals_and_the_dashboards_own_routes_are_left_out() -> None:
+    app = FastAPI()
+    for path in ("/paceline/{name}", "/dashboard/api/commands/{name}"):
+        app.add_api_route(path, lambda name: {}, methods=["POST"])
+    paths = describe(app.routes)["paths"]
+    assert set(paths) == {"/paceline/{name}"}
+    assert set(paths["/paceline/{name}"]["post"]["responses"]) >= {
+        "200",
+        "400",
+        "401",
+        "403",
+        "404",
+        "413",
+        "415",
+        "503",
+    }
 
 
 def test_the_page_is_offline_and_has_every_field(answers: dict[str, httpx.Response]) -> None:

@@ -63,6 +63,20 @@ def test_what_fits_the_description_is_answered_as_it_says(ask: Ask, name: str) -
     assert ask(name, "positive", 30) <= {200, 400, 404}
 
 
+def test_a_silent_engine_is_told_of_as_the_description_says() -> None:
+    import schemathesis
+
+    engine = ScriptedEngine("hi")
+    engine.heartbeat_age_s = lambda: 1e9  # type: ignore[method-assign]
+    schema = schemathesis.openapi.from_asgi("/openapi.json", build_api(ApiParts(client=engine, tokenizer=TOKENIZER)))
+    for path in ("/healthz", "/health", "/ping"):
+        case = schema[path]["GET"].Case()
+        response = case.call()
+        assert response.status_code == 503
+        # that there are 5xx at all is what the one check left out is against
+        case.validate_response(response, excluded_checks=[schemathesis.checks.not_a_server_error])
+
+
 @pytest.mark.parametrize("path", BODIES)
 def test_what_does_not_fit_it_is_refused(ask: Ask, path: str) -> None:
     assert ask(f"post {path}", "negative", 15) == {400}
