@@ -77,8 +77,7 @@ _REACH_S = 5.0
 _SLOW_START = "timed out during startup"
 """What Ray says of it."""
 _LEFT_OUT = ("start_log_monitor", "start_monitor", "start_api_server")
-"""Of Ray's processes on a computer: those that print workers' lines at drivers, ask for more nodes, and serve its dashboard. Each
-takes 2 s of a core to start and 80 to 120 MiB, the first 3% of a core as long as it runs."""
+"""Of Ray's processes on a computer: those that print workers' lines at drivers, ask for more nodes, and serve its dashboard."""
 _LOOK_S = 0.1
 _ANSWERS_S = 10.0
 _CLOSING_S = 30.0

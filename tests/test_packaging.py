@@ -4,13 +4,12 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from pathlib import Path
 
 import pytest
 
 from paceline.paths import BUNDLED_DRAFTERS, SMOLLM2
+from tests.helpers.wheel import ROOT, build_wheel
 
-ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("kernels", "serving", "bandit", "adapt", "infra", "bench")
 MAX_TOY_BYTES, MAX_SMOLLM2_BYTES = 26 * 10**6, 32 * 10**6
 """The bundled target with its drafters; all drafters of SmolLM2."""
@@ -18,14 +17,7 @@ MAX_TOY_BYTES, MAX_SMOLLM2_BYTES = 26 * 10**6, 32 * 10**6
 
 @pytest.fixture(scope="module")
 def wheel_names(tmp_path_factory):
-    out = tmp_path_factory.mktemp("wheel")
-    shutil.rmtree(ROOT / "build", ignore_errors=True)  # setuptools would pack modules that are gone from the sources
-    done = subprocess.run(
-        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)],
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    (wheel,) = out.glob("*.whl")
+    wheel = build_wheel(tmp_path_factory.mktemp("wheel"))
     assert "-py3-none-" in wheel.name, "the library depends on no version of Python"
     return set(zipfile.ZipFile(wheel).namelist())
 

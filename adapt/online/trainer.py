@@ -181,7 +181,7 @@ def _run(
     learners: LearnerStore | None,
 ) -> TrainResult:
     base = registry.get_manifest(job.base_version)
-    name = f"{job.bucket}@{job.class_began:.3f}" if job.class_began else job.bucket
+    name = f"{job.bucket} {job.class_began:.3f}" if job.class_began else job.bucket
     key = LearnerKey(name, base.drafter_type, job.base_version, target.version, job.arm.parameters)
     whole, factors, arm = job.base_version, None, job.arm
     if arm.parameters == LORA and base.delta_of is not None:  # the same delta learns on

@@ -47,7 +47,7 @@ def learn(state: ControllerState, job: JobRecord, result: TrainResult) -> None:
         counted = result.num_rows is not None
         share = learned_share(result.num_rows_before + done.num_rows) if counted else job.share * fraction**POWER
         state.gains.update(job.bucket, job.arm, job.headroom, share, gain, error, job.new)
-        for bucket in (job.bucket, *_others(state, job)):
+        for bucket in (job.bucket, *job.others):
             state.table.add_job(bucket, result)
     state.memory.ema.job_ended(result.status, state.rows_written)
     if is_measured:
@@ -61,11 +61,6 @@ def learn(state: ControllerState, job: JobRecord, result: TrainResult) -> None:
         state.required_rows.pop(job.bucket, None)
     elif result.status != "stopped" and not is_text_gone:
         state.required_rows[job.bucket] = 2 * max(job.arm.num_rows, state.required_rows.get(job.bucket, 0))
-
-
-def _others(state: ControllerState, job: JobRecord) -> list[str]:
-    """The classes that learned together with the job's own and have not ended since it began."""
-    return [bucket for bucket in job.others if class_began(state, bucket) <= job.started]
 
 
 def _done_fraction(state: ControllerState, job: JobRecord, result: TrainResult) -> float:
@@ -128,6 +123,8 @@ def finish_job(
     if job is None or job.decision_id != decision_id:
         raise ValueError(f"decision_id must be that of the job in flight, got {decision_id}")
     state.job, state.last_job_ended = None, now
+    # a class that has ended since is another kind of text under its name now
+    job = msgspec.structs.replace(job, others=[b for b in job.others if class_began(state, b) <= job.started])
     for kind, seconds in (("training", result.train_s), ("shadow", result.shadow_s)):
         if seconds > 0:
             state.book(
@@ -144,7 +141,7 @@ def finish_job(
     learn(state, job, result)
     publish, reason = _publish(state, config, job, result)
     if publish is not None:
-        for bucket in (job.bucket, *_others(state, job)):
+        for bucket in (job.bucket, *job.others):
             state.owners.setdefault(bucket, {})[publish] = decision_id
     decision = msgspec.structs.replace(
         state.actions[decision_id],
@@ -154,7 +151,7 @@ def finish_job(
         outcome=result.status if publish is not None or result.status != "accepted" else "kept",
     )
     state.remember(decision)
-    outcome = JobOutcome(decision=decision, publish=publish, reason=reason, others=_others(state, job))
+    outcome = JobOutcome(decision=decision, publish=publish, reason=reason, others=job.others)
     state.outcomes[decision_id] = outcome
     for key in sorted(state.outcomes)[:-MAX_OUTCOMES]:
         del state.outcomes[key]

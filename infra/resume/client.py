@@ -94,7 +94,6 @@ MAX_REFUSALS = 3
 """Engines with a full queue that a new request is offered to before the client hears of it."""
 MAX_SILENCE_S = 30.0
 """An engine that has a request and from which nothing came for so long counts as dead; see SIGN_OF_LIFE_S."""
-_SILENCE = "nothing came"
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.05, 1.0
 DEADLINE_GRACE_S = 1.0
 """An engine that has the request may end it itself so long behind its deadline; it does not know how long the way to it took."""
@@ -111,6 +110,10 @@ class ItemStream(Protocol):
 
 class _Broken(Exception):
     """The stream of an engine ended before the answer did."""
+
+
+class _Silent(_Broken):
+    """Nothing came from it in the time that there was."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -270,7 +273,9 @@ class ResumingClient:
                     raise
                 progress.reasons.append(str(e))
             except (EngineStoppedError, _Broken) as e:
-                progress.reasons.append(str(e))
+                # that time was up says less than why the engines before did not take it
+                if progress.is_admitted or not progress.reasons or not isinstance(e, _Silent):
+                    progress.reasons.append(str(e))
                 log.warning("request %s: %s", splice.request.request_id, e)
             if progress.is_admitted:  # it was being worked on
                 progress.is_admitted = False
@@ -289,7 +294,7 @@ class ResumingClient:
             await asyncio.sleep(progress.backoff_s * random.uniform(0.5, 1.0))
             if self._timer() - progress.lost_s >= config.max_wait_s:
                 raise EngineStoppedError(
-                    f"no replica took this request within {config.max_wait_s:g} s ({_told(progress.reasons)}); send it again"
+                    f"no replica took this request within {config.max_wait_s:g} s ({progress.reasons[-1]}); send it again"
                 )
             progress.backoff_s = min(max(2 * progress.backoff_s, FIRST_BACKOFF_S), LAST_BACKOFF_S)
 
@@ -347,7 +352,7 @@ class ResumingClient:
         except StopAsyncIteration:
             raise _Broken("its stream ended without a last event") from None
         except TimeoutError:
-            raise _Broken(f"{_SILENCE} from an engine for {patience_s:.1f} s") from None
+            raise _Silent(f"nothing came from an engine for {patience_s:.1f} s") from None
         except CapacityError:
             raise
         except Exception as e:  # whatever the way to the engine raises when that dies
@@ -355,11 +360,6 @@ class ResumingClient:
 
     def _elapsed_ms(self, progress: _Progress) -> float:
         return (self._timer() - progress.started_s) * 1e3
-
-
-def _told(reasons: Sequence[str]) -> str:
-    """The latest reason that an engine gave, or the latest of all: that time was up says nothing."""
-    return next((r for r in reversed(reasons) if not r.startswith(_SILENCE)), reasons[-1])
 
 
 def _settle(admitted: asyncio.Future[None]) -> None:

@@ -41,7 +41,7 @@ _REFUSALS = {
     503: "no engine can answer now: Retry-After",
     504: "the time limit passed",
 }
-"""Status -> what a route of clients means by it."""
+"""Status -> what a refusal with it means."""
 _MEDIA_TYPES = {"/chat": "text/html", "/docs": "text/html", "/metrics": "text/plain"}
 """Of routes that answer with something else than JSON."""
 _HEALTH = ("/healthz", "/health", "/ping", "/readyz")
@@ -105,7 +105,7 @@ def _describe_answers(method: str, path: str, responses: dict[str, Any]) -> None
         return
     statuses = [401, 403, 404, 500, 503]
     if path.startswith(_TOKEN_PATHS):
-        statuses = list(_REFUSALS)
+        statuses += [400, 408, 413, 429, 504]
         responses.pop("422", None)  # FastAPI's own, whose place 400 has
     elif method == "post":
         statuses += [400, 413, 415]

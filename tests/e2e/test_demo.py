@@ -14,38 +14,27 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.helpers.wheel import build_wheel
+
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(700)]
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     """The command, installed from the wheel into an environment of its own; what it depends on is this one's."""
     folder = tmp_path_factory.mktemp("installed")
-    source = folder / "source"
-    left_out = shutil.ignore_patterns(".*", "build", "dist", "tests", "docs", "__pycache__", "*.egg-info")
-    shutil.copytree(ROOT, source, ignore=left_out)
-    run = lambda *command: subprocess.run(command, check=True, capture_output=True, timeout=240, cwd=folder)  # noqa: E731
-    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(source))
-    shutil.rmtree(source)
-    run(sys.executable, "-m", "venv", "--without-pip", str(folder / "venv"))
-    (wheel,) = folder.glob("*.whl")
-    python = folder / "venv" / "bin" / "python"
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-compile",
-        str(wheel),
-    )
-    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").stdout.decode().strip())
+
+    def run(*command):
+        return subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=240, cwd=folder
+        ).stdout.strip()
+
+    wheel, python = build_wheel(folder), folder / "venv" / "bin" / "python"
+    run(sys.executable, "-m", "venv", "--without-pip", "venv")
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-compile", wheel)
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"))
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))  # below site-packages: the wheel comes first
-    found = run(python, "-c", "import paceline; print(paceline.__file__)").stdout.decode().strip()
+    found = run(python, "-c", "import paceline; print(paceline.__file__)")
     assert found == str(site / "paceline" / "__init__.py"), "not this checkout"
     return str(python.with_name("paceline")), "demo"
 
