@@ -2,8 +2,9 @@
 
 Triton decides between compiler and interpreter when it is first imported, and transformers imports it: without an
 accelerator the interpreter is chosen here, before any test module. TRITON_INTERPRET=0 or 1 overrides.
-With several workers (`make test`), modules are spread over them whole: the first worker begins with those that start
-clusters, services or browsers, whose time passes in waiting, and the others with those that compute, the long ones first.
+With several workers (`make test`), modules are spread over them whole: two workers, the last never among them, begin with those
+that start clusters, services or browsers, whose time passes in waiting, and the others with those that compute, the long ones
+first: a core has something to compute until the end.
 """
 
 import functools
@@ -59,7 +60,7 @@ def is_slow(module: Path) -> bool:
 
 @pytest.hookimpl(optionalhook=True)  # unknown without pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Modules go whole to one process: the first begins with those that start services, the others end with them."""
+    """Modules go whole to one process: two begin with those that start services, the others with those that compute."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByModule(LoadScopeScheduling):
@@ -71,8 +72,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             services.sort(key=lambda n: "/e2e/" not in n)  # the longest first
             others = [n for n in self.workqueue if n not in services]
             others.sort(key=lambda n: not is_slow(config.rootpath / n))
-            is_first = node is next(iter(self.assigned_work))
-            name = [*services, *others][0] if is_first else [*others, *reversed(services)][0]
+            has_turn = node in list(self.assigned_work)[:-1][:2]
+            name = [*services, *others][0] if has_turn else [*others, *reversed(services)][0]
             self.workqueue.move_to_end(name, last=False)
             super()._assign_work_unit(node)
 

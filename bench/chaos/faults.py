@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import psutil
+from redis.exceptions import RedisError
 
 from paceline.bench.chaos.checks import Questions
 from paceline.bench.chaos.drafters import flip_bit, nudged, shuffled
@@ -92,6 +93,8 @@ class Fault:
     """Kind of process whose answers end with it."""
     needs: str = ""
     """What not every service has: a kind of process, or a clock."""
+    is_blind: bool = False
+    """It asks nothing of the service, so that others may happen at the same time."""
 
 
 # ---- processes --------------------------------------------------------------------------------------------------------
@@ -215,7 +218,14 @@ def redis_wiped_and_controller_killed(around: Surroundings) -> Blow:
 
 def redis_full(around: Surroundings) -> Blow:
     """Fill Redis' memory, and empty it some seconds later."""
-    client, names = around.place.client, []
+    client, names = around.place.client, list[str]()
+
+    def emptied() -> bool:
+        with contextlib.suppress(RedisError):
+            client.unlink(*names)
+            return True
+        return False
+
     try:
         for i in range(4096):
             names.append(f"chaos:{i}")
@@ -226,7 +236,7 @@ def redis_full(around: Surroundings) -> Blow:
     try:
         _hold(around, 2.0, 5.0)
     finally:
-        client.unlink(*names)
+        wait_for(emptied, "room in Redis", check=around.place.check)  # it may be away for another reason
     return Blow(note=f"{len(names) - 1} MB")
 
 
@@ -487,11 +497,12 @@ def _faults() -> Iterator[Fault]:
         yield Fault(
             name=f"{kind}-kill", what=f"kill -9 of a process of kind {kind}", seen="another process has its place",
             strike=killing(kind), breaks=kind if kind in ("replica", "proxy", "ingress") else "",
-            needs=kind if kind == "ingress" else "",
+            needs=kind if kind == "ingress" else "", is_blind=True,
         )  # fmt: skip
         yield Fault(
             name=f"{kind}-stop", what=f"SIGSTOP of a process of kind {kind} for seconds, then SIGCONT",
             seen="the service is whole", strike=stopping(kind), needs=kind if kind == "ingress" else "",
+            is_blind=True,
         )  # fmt: skip
     yield Fault(name="trainer-kill", what="kill -9 of the trainer", seen="its job has ended", strike=in_training(killing("trainer")))  # fmt: skip
     yield Fault(name="trainer-stop", what="SIGSTOP of the trainer for seconds, then SIGCONT", seen="its job has ended", strike=in_training(stopping("trainer")))  # fmt: skip
@@ -519,10 +530,15 @@ def _faults() -> Iterator[Fault]:
         ("clients-flood", "every request is answered", clients_flood),
         ("clients-fuzz", "the service is whole", clients_fuzz),
     )
+    blind = (
+        redis_away, redis_full, redis_slow, disk_full, snapshot_torn, log_torn, clients_vanish, clients_mute, clients_flood,
+    )  # fmt: skip
     for name, seen, strike in rows:
         what = (strike.__doc__ or "").split("\n")[0].rstrip(".")
         needs = "clock" if strike is clock_step else ""
-        yield Fault(name=name, what=what[0].lower() + what[1:], seen=seen, strike=strike, needs=needs)
+        yield Fault(
+            name=name, what=what[0].lower() + what[1:], seen=seen, strike=strike, needs=needs, is_blind=strike in blind
+        )  # fmt: skip
 
 
 FAULTS: dict[str, Fault] = {fault.name: fault for fault in _faults()}

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from paceline.bench.chaos.faults import FAULTS
-from paceline.bench.chaos.schedule import Outcome
+from paceline.bench.chaos.schedule import Outcome, all_names
 from paceline.bench.common.html_page import plots, write_page
 from paceline.bench.common.terminal import new_table, number_text
 
@@ -28,7 +28,7 @@ has Redis, and the controller reads and writes.</p>{{ table(head, rows) }}{{ cha
 def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Sums of a run, and its faults by name."""
     return {
-        "num_faults": len(outcomes),
+        "num_faults": sum(len(all_names(o)) for o in outcomes),
         "num_failed": sum(o.status == "failed" for o in outcomes),
         "num_skipped": sum(o.status == "skipped" for o in outcomes),
         "num_answers": sum(o.num_answers for o in outcomes),
@@ -36,7 +36,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "num_refusals": sum(o.num_refusals for o in outcomes),
         "num_tokens": sum(o.num_tokens for o in outcomes),
         "swaps": _swaps(outcomes),
-        "by_name": {name: _of_name([o for o in outcomes if o.name == name]) for name in FAULTS if any(o.name == name for o in outcomes)},
+        "by_name": {name: _of_name(found) for name in FAULTS if (found := [o for o in outcomes if name in all_names(o)])},
         "failures": [msgspec.to_builtins(o) for o in outcomes if o.status == "failed"],
     }  # fmt: skip
 
@@ -94,7 +94,10 @@ def print_report(document: dict[str, Any], console: Console) -> None:
     console.print(new_table("recovery times, seconds after the end of a fault", HEAD, rows=_rows(document)))
     console.print(words(document), soft_wrap=True)
     for failure in document["failures"][:_MAX_SHOWN]:
-        console.print(f"[red]failed[/red] {failure['number']} {failure['name']}", highlight=False)
+        console.print(
+            f"[red]failed[/red] {failure['number']} {' + '.join([failure['name'], *failure['beside']])}",
+            highlight=False,
+        )
         for text in failure["problems"][:4]:
             console.print(f"  {escape(text)}", highlight=False, soft_wrap=True)
         console.print(f"  again: {escape(failure['command'])}", highlight=False, soft_wrap=True)
@@ -108,10 +111,10 @@ def write_html(path: Path, document: dict[str, Any], outcomes: Sequence[Outcome]
 
     figure = go.Figure()
     for name in document["by_name"]:
-        figure.add_trace(go.Box(x=[o.recovery_s for o in outcomes if o.name == name], name=name, boxpoints="all"))
+        figure.add_trace(go.Box(x=[o.recovery_s for o in outcomes if name in all_names(o)], name=name, boxpoints="all"))
     figure.update_layout(template="plotly_white", showlegend=False, height=120 + 26 * len(document["by_name"]), xaxis_title="seconds")  # fmt: skip
     write_page(
         path, "Paceline: faults and recoveries", _PAGE, words=words(document), head=HEAD, rows=_rows(document),
-        charts=plots([figure]), failures=[(f"{f['number']} {f['name']}", "; ".join(f["problems"]), f["command"]) for f in document["failures"]],
+        charts=plots([figure]), failures=[(f"{f['number']} {' + '.join([f['name'], *f['beside']])}", "; ".join(f["problems"]), f["command"]) for f in document["failures"]],
         faults=[(f.name, f.what, f.seen) for f in FAULTS.values() if f.name in document["by_name"]],
     )  # fmt: skip

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import random
 import shlex
 import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 
 import httpx
 import msgspec
+from redis.exceptions import RedisError
 from rich.console import Console
 
 from paceline.bench.chaos.checks import LEDGER, Questions, answer_problems, plain_questions
@@ -25,7 +28,7 @@ from paceline.bench.chaos.faults import FAULTS, Blow, CannotStrike, Fault, Surro
 from paceline.bench.chaos.load import Answer, Load, send, wait_for
 from paceline.bench.chaos.place import Place
 from paceline.bench.chaos.report import print_report, summary, write_html
-from paceline.bench.chaos.schedule import Journal, Outcome, fault_rng, schedule
+from paceline.bench.chaos.schedule import Journal, Outcome, Turn, fault_rng, schedule
 from paceline.bench.common.result_file import ResultFile
 from paceline.bench.common.terminal import progress, say_file
 from paceline.bench.common.workloads import BUNDLED_BUCKETS, load_prompts
@@ -41,6 +44,8 @@ KV_BYTES = 32 * 2**20
 SERVICE, FAULTS_PANEL = "Service", "Faults"
 GRACE_S = 5.0
 """Answers of a killed process may break off that were begun up to so long after: until the proxy knows of its death."""
+APART_S = 2.0
+"""Faults of one moment begin within so long."""
 MODEL_NAME = "chaos"
 
 
@@ -55,7 +60,7 @@ class ChaosOptions:
     may break off, by an explicit error. With --resume-answers those of a replica may not either. The schedule follows from --seed. Exit code 1
     when something did not hold; the report says after which fault, and the command that repeats it alone.
 
-    Examples: paceline bench chaos. paceline bench chaos --faults 1000 --seed 7 --resume ~/chaos --json chaos.json --html chaos.html.
+    With --at-once N faults overlap. Examples: paceline bench chaos. paceline bench chaos --faults 1000 --seed 7 --resume ~/chaos --json chaos.json --html chaos.html.
     """
 
     num_faults: A[
@@ -69,6 +74,16 @@ class ChaosOptions:
     skip: A[
         int, Setting("Begin behind so many faults of the schedule: to repeat one of them.", ge=0, panel=FAULTS_PANEL)
     ] = 0
+    num_at_once: A[
+        int,
+        Setting(
+            "Faults that happen at the same moment, of those that ask nothing of the service, as kill -9; the others stay alone.",
+            flag="at-once",
+            ge=1,
+            le=4,
+            panel=FAULTS_PANEL,
+        ),
+    ] = 1
     patience_s: A[
         float,
         Setting("Seconds after a fault by which the service must be whole.", flag="patience", gt=0, panel=FAULTS_PANEL),
@@ -145,6 +160,12 @@ class ChaosOptions:
     def _is_wanted(self, fault: Fault) -> bool:
         return not self.kinds or fault.name in self.kinds
 
+    def turns(self) -> list[Turn]:
+        """What happens, one after the other."""
+        blind = {f.name for f in FAULTS.values() if f.is_blind}
+        found = schedule(self.seed, self.drawn(), self.skip + self.num_faults, at_once=self.num_at_once, together=blind)
+        return [turn for turn in found if turn.number >= self.skip]
+
     def again(self, number: int) -> str:
         """The command that has one fault of the schedule by itself."""
         words = ["--faults", "1", "--skip", f"{number}", "--seed", f"{self.seed}"]
@@ -155,7 +176,7 @@ class ChaosOptions:
         usual = {f.name: f.default for f in dataclasses.fields(self)}
         for flag, name in (
             ("model", "model"), ("drafter", "drafter"), ("replicas", "num_replicas"), ("concurrency", "width"),
-            ("pause", "pause_s"), ("max-tokens", "max_tokens"),
+            ("pause", "pause_s"), ("max-tokens", "max_tokens"), ("at-once", "num_at_once"),
         ):  # fmt: skip
             if (value := getattr(self, name)) != usual[name]:
                 words += [f"--{flag}", f"{value}"]
@@ -192,11 +213,8 @@ def run_chaos(options: ChaosOptions, console: Console) -> dict[str, Any]:
         journal = Journal(options.resume, _settings(options))
         for text in options.left_out():
             console.print(f"left out: {text}", markup=False, soft_wrap=True)
-        plan = list(enumerate(schedule(options.seed, options.drawn(), options.skip + options.num_faults)))[
-            options.skip :
-        ]
         done = {outcome.number for outcome in journal.done}
-        if left := [(number, name) for number, name in plan if number not in done]:
+        if left := [turn for turn in options.turns() if turn.number not in done]:
             try:
                 _strike_all(options, left, folder, journal, result, console, signals)
             except KeyboardInterrupt:
@@ -222,7 +240,7 @@ def _settings(options: ChaosOptions) -> dict[str, Any]:
     """What a run must share with the one that it goes on with; --faults may grow."""
     return {
         "seed": options.seed, "skip": options.skip, "kinds": list(options.drawn()), "resume_answers": options.is_resuming_answers,
-        "model": options.model, "drafter": options.drafter, "max_tokens": options.max_tokens,
+        "model": options.model, "drafter": options.drafter, "max_tokens": options.max_tokens, "at_once": options.num_at_once,
     }  # fmt: skip
 
 
@@ -236,24 +254,24 @@ def _plain(outcomes: list[Outcome]) -> list[dict[str, Any]]:
 
 
 def _strike_all(
-    options: ChaosOptions, plan: list[tuple[int, str]], folder: Path, journal: Journal, result: ResultFile,
+    options: ChaosOptions, turns: list[Turn], folder: Path, journal: Journal, result: ResultFile,
     console: Console, signals: StopSignals,
 ) -> None:  # fmt: skip
     with console.status("decoding the prompts plainly, then starting a service (about a minute)"):
         questions = bundled_questions(options)
         data = options.disk or folder / "data"
-        has_clock = any(FAULTS[name].needs == "clock" for _, name in plan)
+        has_clock = any(FAULTS[name].needs == "clock" for turn in turns for name in turn.names)
         clock = SteppedClock(folder / "clock") if has_clock else None
         place = Place(options.service(data), check=signals.check, clock=clock)
         place.start()
     try:
-        with progress(console, "faults", options.num_faults) as bar:
+        with progress(console, "faults", len(journal.done) + len(turns)) as bar:
             bar.at(len(journal.done), "")
-            for number, name in plan:
+            for turn in turns:
                 signals.check()
+                number, name = turn.number, " + ".join(turn.names)
                 bar.say(f"{number} {name}")
-                run = FaultRun(options, place, questions, number, FAULTS[name])
-                outcome = run.outcome()
+                outcome = FaultRun(options, place, questions, number, [FAULTS[name] for name in turn.names]).outcome()
                 journal.add(outcome)
                 result.update(**summary(journal.done))
                 failed = sum(o.status == "failed" for o in journal.done)
@@ -293,63 +311,80 @@ def bundled_questions(options: ChaosOptions) -> Questions:
 
 @dataclass(slots=True)
 class FaultRun:
-    """One fault under load: strike, wait until the service is whole, check."""
+    """One fault under load, or several at once: strike, wait until the service is whole, check."""
 
     options: ChaosOptions
     place: Place
     questions: Questions
     number: int
-    fault: Fault
+    faults: list[Fault]
 
     def outcome(self) -> Outcome:
         """Let it happen, and say what came of it."""
-        options, fault, place = self.options, self.fault, self.place
-        around = Surroundings(
-            place=place, rng=fault_rng(options.seed, self.number), questions=self.questions, disk=options.disk
-        )
-        blow, status, note, problems = Blow(), "ok", "", []
+        options, place = self.options, self.place
+        blows, notes, problems = list[Blow](), list[str](), list[str]()
         recovery_s: float | None = None
         with Load(
             place.url, self._ask, width=options.width, timeout_s=options.patience_s, pause_s=options.pause_s
         ) as load:
-            self._warm_up(load, around)
+            rngs = [fault_rng(options.seed, self.number, f.name if i else "") for i, f in enumerate(self.faults)]
+            self._warm_up(load, rngs[0])
             began = time.monotonic()
+            happened = list[Fault]()
+            with ThreadPoolExecutor(len(self.faults)) as pool:
+                struck = [pool.submit(self._strike, fault, rng) for fault, rng in zip(self.faults, rngs, strict=True)]
+            for fault, future in zip(self.faults, struck, strict=True):
+                try:
+                    blows.append(future.result())
+                    happened.append(fault)
+                    notes.append(blows[-1].note)
+                except CannotStrike as e:
+                    notes.append(str(e))
+                except Exception as e:  # of whatever kind: the faults that follow are to happen all the same
+                    happened.append(fault)
+                    problems.append(f"{fault.name} could not be carried out: {type(e).__name__}: {e}")
+            ended, status = time.monotonic(), "ok" if happened else "skipped"
             try:
-                blow = fault.strike(around)
-                note = blow.note
-            except CannotStrike as e:
-                status, note = "skipped", str(e)
-            except Exception as e:  # of whatever kind: the faults that follow are to happen all the same
-                problems.append(f"the fault could not be carried out: {type(e).__name__}: {e}")
-            struck = time.monotonic()
-            try:
-                self._wait_whole(blow.is_back)
-                recovery_s = time.monotonic() - struck if status == "ok" else None
+                self._wait_whole(lambda: all(blow.is_back() for blow in blows))
+                recovery_s = time.monotonic() - ended if happened and not problems else None
             except PacelineError as e:
                 problems.append(f"not whole again: {e}; {'; '.join(place.ills()) or 'what was struck is not back'}")
-        answers = [*load.answers, *blow.answers]
-        problems += blow.problems
+        answers = [*load.answers, *(answer for blow in blows for answer in blow.answers)]
+        problems += [text for blow in blows for text in blow.problems]
         for answer in answers:
-            problems += answer_problems(answer, self.questions, may_break=self._may_break(answer, struck))
+            problems += answer_problems(answer, self.questions, may_break=self._may_break(answer, ended))
         if recovery_s is not None or status == "skipped":
             problems += place.leftovers()
         if problems:
             status = "failed"
+        first, *beside = [f.name for f in happened] or [self.faults[0].name]
         return Outcome(
-            number=self.number, name=fault.name, status=status, held_s=round(struck - began, 3),
+            number=self.number, name=first, beside=beside, status=status, held_s=round(ended - began, 3),
             recovery_s=None if recovery_s is None else round(recovery_s, 3), num_answers=len(answers),
             num_broken=sum(not a.looks_complete for a in answers), num_refusals=sum(a.num_refusals for a in answers),
-            num_tokens=sum(len(a.token_ids) for a in answers), problems=problems, note=note,
-            pauses_ms=blow.pauses_ms, round_ms=_round_ms(answers),
+            num_tokens=sum(len(a.token_ids) for a in answers), problems=problems, note="; ".join(filter(None, notes)),
+            pauses_ms=[pause for blow in blows for pause in blow.pauses_ms], round_ms=_round_ms(answers),
             command=options.again(self.number),
         )  # fmt: skip
 
-    def _warm_up(self, load: Load, around: Surroundings) -> None:
+    def _strike(self, fault: Fault, rng: random.Random) -> Blow:
+        """One of the faults, the first at once and the others within a few seconds. Raises: CannotStrike."""
+        around = Surroundings(place=self.place, rng=rng, questions=self.questions, disk=self.options.disk)
+        if fault is not self.faults[0]:
+            time.sleep(rng.uniform(0.0, APART_S))
+        try:
+            return fault.strike(around)
+        except (OSError, httpx.TransportError, RedisError) as e:
+            if len(self.faults) == 1:
+                raise
+            raise CannotStrike(f"{fault.name} found nothing to strike: {e!r}") from e
+
+    def _warm_up(self, load: Load, rng: random.Random) -> None:
         """Return at some moment when requests are under way."""
         with contextlib.suppress(PacelineError):  # what keeps them from being answered is found afterwards
             enough, patience_s = self.options.width, self.options.patience_s
             wait_for(lambda: len(load.answers) >= enough, "answers", patience_s, check=self.place.check)
-        time.sleep(around.rng.uniform(0.0, 0.5))
+        time.sleep(rng.uniform(0.0, 0.5))
         with contextlib.suppress(PacelineError):  # clients that pause may all do so at this moment
             wait_for(lambda: load.num_in_flight > 0, "requests under way", every_s=0.001, check=self.place.check)
 
@@ -366,9 +401,7 @@ class FaultRun:
         wait_for(lambda: is_back() and not place.ills(), "a whole service", patience_s, check=place.check)
 
     def _may_break(self, answer: Answer, struck: float) -> bool:
-        """Whether the process that died may have held the answer."""
-        dies = self.fault.breaks
-        if not dies or (dies == "replica" and self.options.is_resuming_answers):
-            return False
+        """Whether a process that died may have held the answer."""
+        dies = {f.breaks for f in self.faults} - {"", "replica" if self.options.is_resuming_answers else ""}
         # without its only proxy a service has nobody who would take a connection
-        return answer.began_s <= struck + GRACE_S or (dies == "proxy" and answer.status == 0)
+        return bool(dies) and (answer.began_s <= struck + GRACE_S or ("proxy" in dies and answer.status == 0))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,43 @@ from paceline.errors import ConfigError
 JOURNAL = "journal.jsonl"
 
 
-def schedule(seed: int, names: Sequence[str], count: int) -> list[str]:
-    """Names of so many faults: all of them in a random order, then all in another one, and so on."""
-    found: list[str] = []
-    for turn in range(-(-count // len(names))):
-        found += random.Random(f"{seed}:{turn}").sample(list(names), len(names))
-    return found[:count]
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Faults of one moment."""
+
+    number: int
+    """Place of the first in the schedule, from 0."""
+    names: list[str]
 
 
-def fault_rng(seed: int, number: int) -> random.Random:
-    """What one fault draws from: the same whichever faults came before."""
-    return random.Random(f"{seed}/{number}")
+def schedule(
+    seed: int, names: Sequence[str], count: int, *, at_once: int = 1, together: Collection[str] = ()
+) -> list[Turn]:
+    """Turns of so many faults: all of them in a random order, then all in another one, and so on.
+
+    Args:
+        count: turns begin before this number of faults.
+        at_once: most faults of one turn.
+        together: those that may share one.
+    """
+    found: list[Turn] = []
+    for start in range(0, count, len(names)):
+        order = random.Random(f"{seed}:{start // len(names)}").sample(list(names), len(names))
+        turns, shared = list[Turn](), Turn(0, ["-"] * at_once)
+        for number, name in enumerate(order, start):
+            if name in together and len(shared.names) < at_once:
+                shared.names.append(name)
+                continue
+            turns.append(Turn(number, [name]))
+            if name in together:
+                shared = turns[-1]
+        found += [turn for turn in turns if turn.number < count]
+    return found
+
+
+def fault_rng(seed: int, number: int, beside: str = "") -> random.Random:
+    """What one fault draws from: the same whichever faults came before. beside: its name where it is not the one whose turn it is."""
+    return random.Random(f"{seed}/{number}{beside and '/' + beside}")
 
 
 class Outcome(msgspec.Struct, kw_only=True, frozen=True):
@@ -35,6 +62,8 @@ class Outcome(msgspec.Struct, kw_only=True, frozen=True):
     number: int
     """Its place in the schedule, from 0."""
     name: str
+    beside: list[str] = []
+    """Faults that happened at the same time."""
     status: str
     """ok | failed | skipped."""
     held_s: float = 0.0
@@ -55,6 +84,11 @@ class Outcome(msgspec.Struct, kw_only=True, frozen=True):
     note: str = ""
     command: str = ""
     """How to have it again by itself."""
+
+
+def all_names(outcome: Outcome) -> list[str]:
+    """The fault and those that happened at the same time."""
+    return [outcome.name, *outcome.beside]
 
 
 class Journal:

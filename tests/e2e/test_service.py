@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -402,9 +403,14 @@ def test_swaps_under_live_streams_drop_nothing_and_mix_no_versions(place: Place)
         assert len(answer.stats) == 2  # the last chunk and the usage chunk name the same version
     assert len({a.version for a in streams}) > 1
     assert any(a.stats[-1]["num_draft_tokens"] > 0 for a in answers)
+    pauses_ms: list[float] = []
     for replica_id, replica in place.replicas().items():
         assert replica["num_swaps"] == swaps[replica_id] + 4
         assert replica["engine"]["num_drafter_failures"] == replica["engine"]["num_callback_errors"] == 0
+        pauses_ms += replica["pause_ms"][-4:]
+    rounds_ms = [s["round_ms"] / s["num_rounds"] for a in streams for s in a.stats if s["num_rounds"]]
+    # one of the eight may be the operating system's: two engines and their clients share two cores with other tests
+    assert sorted(pauses_ms)[-2] < statistics.median(rounds_ms), (pauses_ms, statistics.median(rounds_ms))
     wait_for(lambda: not any(sum(r["pins"].values()) for r in place.replicas().values()), "released pins")
 
 

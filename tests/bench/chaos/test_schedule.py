@@ -1,12 +1,16 @@
 """The schedule of faults follows from its seed, and a run that was cut off goes on behind its last whole line."""
 
 import json
+from contextlib import nullcontext
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
 from paceline.bench.chaos import run as run_module
-from paceline.bench.chaos.faults import FAULTS
+from paceline.bench.chaos.faults import FAULTS, Blow, Fault
 from paceline.bench.chaos.load import Answer
+from paceline.bench.chaos.report import summary
 from paceline.bench.chaos.run import ChaosOptions, FaultRun, set_aside
 from paceline.bench.chaos.schedule import JOURNAL, Journal, Outcome, fault_rng, schedule
 from paceline.errors import ConfigError
@@ -20,7 +24,7 @@ def outcome(number: int) -> Outcome:
 
 
 def test_every_fault_comes_once_before_any_comes_again():
-    drawn = schedule(7, NAMES, 10)
+    drawn = [turn.names[0] for turn in schedule(7, NAMES, 10)]
     assert len(drawn) == 10 and sorted(drawn[:4]) == sorted(drawn[4:8]) == list(NAMES)
     assert drawn[:4] != drawn[4:8] or drawn[:4] != list(NAMES)
 
@@ -28,6 +32,48 @@ def test_every_fault_comes_once_before_any_comes_again():
 def test_the_same_seed_gives_the_same_faults_and_a_longer_run_begins_with_a_shorter_one():
     assert schedule(7, NAMES, 6) == schedule(7, NAMES, 40)[:6]
     assert schedule(7, NAMES, 40) != schedule(8, NAMES, 40)
+
+
+@pytest.mark.parametrize("at_once", [2, 3])
+def test_faults_that_may_share_a_moment_do_and_each_still_comes_once(at_once):
+    names, together = tuple("abcdefgh"), {"b", "d", "e", "g", "h"}
+    turns = schedule(3, names, 16, at_once=at_once, together=together)
+    for own in (turns[: len(turns) // 2], turns[len(turns) // 2 :]):
+        assert sorted(name for turn in own for name in turn.names) == sorted(names)
+        sizes = sorted(len(turn.names) for turn in own)
+        assert sizes == ([1, 1, 1, 1, 2, 2] if at_once == 2 else [1, 1, 1, 2, 3])
+        assert all(set(turn.names) <= together for turn in own if len(turn.names) > 1)
+    alone = {turn.number: turn.names[0] for turn in schedule(3, names, 16)}
+    assert all(alone[turn.number] == turn.names[0] for turn in turns), "they begin where they would alone"
+    for turn in turns:  # as the command that repeats one asks for it
+        (found,) = [
+            t
+            for t in schedule(3, names, turn.number + 1, at_once=at_once, together=together)
+            if t.number >= turn.number
+        ]
+        assert found == turn
+
+
+def test_faults_of_one_moment_all_strike_and_answers_may_end_with_any_of_them():
+    struck = []
+    faults = [
+        Fault(name=name, what="", seen="", breaks=breaks, is_blind=True, strike=strike)
+        for name, breaks, strike in (
+            ("a", "", lambda around: (struck.append(around.rng.random()), Blow(note="did"))[1]),
+            ("b", "replica", lambda around: (struck.append(around.rng.random()), Blow(is_back=lambda: len(looks.append(1) or looks) > 2))[1]),
+            ("c", "", lambda around: (_ for _ in ()).throw(ConnectionRefusedError("nobody"))),
+        )
+    ]  # fmt: skip
+    looks = []
+    place = SimpleNamespace(url="http://127.0.0.1:9", check=None, ills=list, leftovers=list)
+    run = FaultRun(ChaosOptions(num_at_once=3, patience_s=5.0, width=1), place, None, 0, faults)
+    load = patch.object(run_module, "Load", lambda *a, **k: nullcontext(SimpleNamespace(answers=[])))
+    with load, patch.object(FaultRun, "_warm_up", lambda self, load, rng: None):
+        found = run.outcome()
+    assert (found.name, found.beside, found.status) == ("a", ["b"], "ok"), found
+    assert len(set(struck)) == 2 and "did" in found.note and "nobody" in found.note
+    assert run._may_break(answer(9.0, 200), 10.0) and not run._may_break(answer(40.0, 200), 10.0)
+    assert summary([found])["num_faults"] == 2 and set(summary([found])["by_name"]) <= set(FAULTS)
 
 
 def test_what_a_fault_draws_does_not_depend_on_the_faults_before_it():
@@ -101,8 +147,7 @@ def test_the_command_that_repeats_a_fault_draws_the_same_one():
         seed=int(given["--seed"]), skip=int(given["--skip"]), num_faults=int(given["--faults"]),
         kinds=tuple(given["--kinds"].split(",")),
     )  # fmt: skip
-    plan = schedule(options.seed, options.drawn(), 40)
-    assert schedule(again.seed, again.drawn(), again.skip + 1)[again.skip :] == [plan[17]]
+    assert again.turns() == [options.turns()[17 - options.skip]]
 
 
 def test_data_with_a_wrong_ledger_are_kept_and_what_follows_begins_without_any(tmp_path):
@@ -121,7 +166,7 @@ def answer(began_s: float, status: int) -> Answer:
 
 
 def fault_run(name: str, **options) -> FaultRun:
-    return FaultRun(ChaosOptions(**options), None, None, 0, FAULTS[name])
+    return FaultRun(ChaosOptions(**options), None, None, 0, [FAULTS[name]])
 
 
 @pytest.mark.parametrize("is_resuming", [False, True])
