@@ -109,7 +109,7 @@ def machine_facts() -> dict[str, Any]:
         "ram_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "cuda": device,
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {**{name: _version(name) for name in _PACKAGES}, "torch": torch.__version__},  # with its build
     }
 
 
