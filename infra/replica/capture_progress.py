@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+if TYPE_CHECKING:
+    from rich.console import Console
 
 log = logging.getLogger(__name__)
 
@@ -20,10 +22,15 @@ def capture_progress(console: Console | None = None) -> Iterator[Callable[[int, 
 
     Nothing is shown before the first call: a start without graphs stays silent.
     """
-    console = console or Console(stderr=True)
+    if not (sys.stderr.isatty() if console is None else console.is_terminal):
+        yield _log_some
+        return
+    from rich.console import Console  # a sixth of a second of imports
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     bar = Progress(
         TextColumn("capturing graphs"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=console, transient=True, disable=not console.is_terminal,
+        console=console or Console(stderr=True), transient=True,
     )  # fmt: skip
     task = None
 
@@ -33,11 +40,14 @@ def capture_progress(console: Console | None = None) -> Iterator[Callable[[int, 
             bar.start()
             task = bar.add_task("graphs", total=planned)
         bar.update(task, completed=done)
-        if not console.is_terminal and (done % _LOG_EVERY == 0 or done == planned):
-            log.info("capturing graphs %d of %d", done, planned)
 
     try:
         yield show
     finally:
         if task is not None:
             bar.stop()
+
+
+def _log_some(done: int, planned: int) -> None:
+    if done % _LOG_EVERY == 0 or done == planned:
+        log.info("capturing graphs %d of %d", done, planned)
