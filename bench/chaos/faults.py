@@ -23,7 +23,6 @@ from urllib.parse import urlsplit
 
 import httpx
 import psutil
-from redis.exceptions import RedisError
 
 from paceline.bench.chaos.checks import Questions
 from paceline.bench.chaos.drafters import flip_bit, nudged, shuffled
@@ -32,7 +31,7 @@ from paceline.bench.chaos.place import Place, kill
 from paceline.bench.serve.fuzz import FuzzRequests, FuzzTotals, judge_raw, run_one
 from paceline.bench.serve.fuzz_sockets import ask_raw
 from paceline.errors import PacelineError
-from paceline.infra.state.redis_clients import cannot_store
+from paceline.infra.state.redis_clients import OUTAGE_ERRORS, cannot_store
 
 FILL_BYTES = 2**20
 FLOOD, FLOOD_TOKENS = 64, 8
@@ -221,10 +220,13 @@ def redis_full(around: Surroundings) -> Blow:
     client, names = around.place.client, list[str]()
 
     def emptied() -> bool:
-        with contextlib.suppress(RedisError):
+        try:
             client.unlink(*names)
-            return True
-        return False
+        except Exception as e:
+            if not (isinstance(e, OUTAGE_ERRORS) or cannot_store(e)):
+                raise
+            return False
+        return True
 
     try:
         for i in range(4096):

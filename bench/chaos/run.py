@@ -19,7 +19,6 @@ from typing import Any
 
 import httpx
 import msgspec
-from redis.exceptions import RedisError
 from rich.console import Console
 
 from paceline.bench.chaos.checks import LEDGER, Questions, answer_problems, plain_questions
@@ -36,6 +35,7 @@ from paceline.config import EngineConfig, IngressConfig, PolicyConfig, RolloutCo
 from paceline.errors import ConfigError, PacelineError
 from paceline.infra.service.stop_signals import StopSignals
 from paceline.infra.state.log import configure_logging, quiet_libraries
+from paceline.infra.state.redis_clients import OUTAGE_ERRORS
 from paceline.paths import resolve_drafter, resolve_model
 from paceline.records import HtmlFile, JsonFile, Setting, count, record
 
@@ -46,6 +46,8 @@ GRACE_S = 5.0
 """Answers of a killed process may break off that were begun up to so long after: until the proxy knows of its death."""
 APART_S = 2.0
 """Faults of one moment begin within so long."""
+AWAY: tuple[type[Exception], ...] = (OSError, httpx.TransportError, *OUTAGE_ERRORS)
+"""What is seen of a part that another fault took away."""
 MODEL_NAME = "chaos"
 
 
@@ -374,7 +376,7 @@ class FaultRun:
             time.sleep(rng.uniform(0.0, APART_S))
         try:
             return fault.strike(around)
-        except (OSError, httpx.TransportError, RedisError) as e:
+        except AWAY as e:
             if len(self.faults) == 1:
                 raise
             raise CannotStrike(f"{fault.name} found nothing to strike: {e!r}") from e
