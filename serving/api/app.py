@@ -102,7 +102,7 @@ class Api:
             request, body, prompts, parts=self.parts, info=info, request_id=answer_id, arrived_s=arrived_s,
             visit=visit, grammar=None if plan is None else plan.grammar,
             bad_words=await self.prompts.spellings(body.bad_words or ()),
-            kept_token_ids=() if plan is None else tuple(self.tokens.ids_of((plan.form.begin, plan.form.end))),
+            kept_token_ids=tuple(i for text, i in self.tokens.special_texts.items() if plan and text in plan.form.marks),
         )  # fmt: skip
         first = requests[0]
         record.prompt_tokens = num_prompt = sum(len(r.prompt_token_ids) for r in requests[:: body.num_choices])
@@ -163,7 +163,10 @@ class Api:
             )  # fmt: skip
             parser = None
             if plan is not None:
-                parser = CallParser(plan.form, plan.names, is_parallel=plan.is_parallel, is_forced=plan.is_forced)
+                parser = CallParser(
+                    plan.form, plan.functions, is_parallel=plan.is_parallel, is_forced=plan.is_forced,
+                    keeps_form=plan.grammar is not None,
+                )  # fmt: skip
             choices.append(Choice(i, self.tokens, stream, style, prompt_token_ids=prompt, echo=echo, parser=parser))
         options = body.stream_options
         return Answer(

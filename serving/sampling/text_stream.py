@@ -42,14 +42,10 @@ class TokenText:
         self.is_byte_level = backend is not None and "ByteLevel" in repr(getattr(backend, "decoder", None))
         self._bytes: dict[int, bytes] = {}
 
-    @property
-    def special_texts(self) -> frozenset[str]:
-        """Written forms of the special tokens."""
-        return frozenset(text for i, text in self.added.items() if i in self.special_ids)
-
-    def ids_of(self, texts: Collection[str]) -> frozenset[int]:
-        """The special tokens of these written forms."""
-        return frozenset(i for i, text in self.added.items() if i in self.special_ids and text in texts)
+    @cached_property
+    def special_texts(self) -> dict[str, int]:
+        """Written form of each special token -> its id."""
+        return {text: i for i, text in self.added.items() if i in self.special_ids}
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for (special tokens: their written form)."""
@@ -109,15 +105,15 @@ class TextStream:
 
         Args:
             min_tokens: a stop string counts that a token behind so many completes.
-            kept_ids: special tokens that are text all the same; byte-level tokenizers only.
+            kept_ids: special tokens that are text all the same.
         """
         self._tokens = tokens
         self._hidden_ids = tokens.special_ids.difference(kept_ids) if skip_special else frozenset[int]()
         self._stop = tuple(stop)
-        self._skip_special = skip_special
+        self._skip_special = skip_special and not kept_ids
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         window = list(prompt_token_ids[-_WINDOW_TOKENS:]) if not tokens.is_byte_level else []
-        if window and tokens.decode(window, skip_special).endswith("�"):
+        if window and self._decode(window).endswith("�"):
             window = []  # the prompt ends inside a character; a difference of texts would cut the wrong place
         self._window = window
         self._window_read = len(window)
@@ -205,22 +201,25 @@ class TextStream:
             return self._utf8.decode(raw), num_broken
         pending = self._window[self._window_read :]
         self._window.append(token_id)
-        before = self._tokens.decode(self._window[: self._window_read], self._skip_special)
-        after = self._tokens.decode(self._window, self._skip_special)
+        before = self._decode(self._window[: self._window_read])
+        after = self._decode(self._window)
         is_incomplete = after.endswith("�") and len(self._window) - self._window_read < _MAX_PENDING_TOKENS
         if len(after) <= len(before) or is_incomplete:
             return "", 0
         num_earlier = 0
         if pending:
-            earlier = self._tokens.decode(self._window[:-1], self._skip_special)
+            earlier = self._decode(self._window[:-1])
             num_earlier = len(earlier) - len(before) if after.startswith(earlier) else 0
         self._window = self._window[self._window_read :]
         self._window_read = len(self._window)
         return after[len(before) :], num_earlier
 
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokens.decode([t for t in token_ids if t not in self._hidden_ids], self._skip_special)
+
     def _flush_window(self) -> str:
-        before = self._tokens.decode(self._window[: self._window_read], self._skip_special)
-        after = self._tokens.decode(self._window, self._skip_special)
+        before = self._decode(self._window[: self._window_read])
+        after = self._decode(self._window)
         self._window_read = len(self._window)
         return after[len(before) :]
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from paceline.serving.sampling.grammar import check_patterns, json_schema_with_blanks
 from paceline.serving.sampling.request import GrammarSpec
-from paceline.serving.wire.calls import HERMES, LLAMA, MARKED, CallFormat
+from paceline.serving.wire.calls import (
+    CODER,
+    HERMES,
+    LLAMA,
+    MARKED,
+    MISTRAL,
+    MISTRAL_NAMED,
+    CallFormat,
+    branches,
+    properties_of,
+)
 from paceline.serving.wire.fields import FieldError
 from paceline.serving.wire.messages import Conversation, FunctionSpec, NamedTool
 
@@ -35,15 +46,18 @@ def style_of(template: Any) -> ToolStyle:
     writes_tools = re.search(r"\btools\b", text) is not None
     if MARKED.begin in text:
         form: CallFormat | None = MARKED
-    elif HERMES.begin in text:
-        form = None if "<function=" in text else HERMES
-    elif not writes_tools:
+    elif MISTRAL.begin in text:
+        form = MISTRAL_NAMED if MISTRAL.behind_name in text else MISTRAL
+    elif HERMES.begin in text and "<function=" in text:
+        form = CODER if "<parameter=" in text else None
+    elif HERMES.begin in text or not writes_tools:
         form = HERMES
     else:
-        form = LLAMA if '"parameters"' in text and "[TOOL_CALLS]" not in text else None
+        form = LLAMA if '"parameters"' in text else None
     return ToolStyle(
-        form=form, writes_tools=writes_tools, writes_calls="tool_calls" in text, wants_objects="tojson" in text
-    )
+        form=form, writes_tools=writes_tools, writes_calls="tool_calls" in text,
+        wants_objects="tojson" in text or form is CODER,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +65,8 @@ class CallPlan:
     """How the calls of one answer are read and, where one is asked for, forced."""
 
     form: CallFormat
-    names: frozenset[str]
+    functions: dict[str, dict[str, Any]]
+    """Name -> JSON schema of the arguments."""
     is_parallel: bool
     is_forced: bool
     """The answer is nothing but calls."""
@@ -60,13 +75,13 @@ class CallPlan:
 
 
 def plan_calls(
-    body: Conversation, form: GrammarSpec | None, style: ToolStyle, special: Collection[str], *, is_parallel: bool
+    body: Conversation, form: GrammarSpec | None, style: ToolStyle, special: Mapping[str, int], *, is_parallel: bool
 ) -> CallPlan | None:
     """The plan of an answer; None where nothing may be called.
 
     Args:
         form: what the answer is asked to look like; a JSON schema is one of an answer that is no call.
-        special: written forms of the tokenizer's special tokens.
+        special: written form of each of the tokenizer's special tokens -> its id.
     Raises: FieldError where tools and form exclude each other, or calls of this model cannot be read.
     """
     tools = body.callable_tools
@@ -84,14 +99,14 @@ def plan_calls(
             "tools must be absent, or tool_choice 'none', where the answer has a form that is no JSON schema", "tools"
         )
     named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedTool) else None
-    schemas = {t.function.name: _arguments(t.function) for t in tools if named in (None, t.function.name)}
+    functions = {t.function.name: _arguments(t.function) for t in tools}
+    schemas = {name: schema for name, schema in functions.items() if named in (None, name)}
     grammar = None
     if is_forced or form is not None:
         answer = None if is_forced or form is None else form.text or '{"type": "object"}'
         text = _grammar(style.form, schemas, special, is_parallel=is_parallel and named is None, answer=answer)
         grammar = GrammarSpec(kind="calls", text=text)
-    names = frozenset(t.function.name for t in tools)
-    return CallPlan(form=style.form, names=names, is_parallel=is_parallel, is_forced=is_forced, grammar=grammar)
+    return CallPlan(form=style.form, functions=functions, is_parallel=is_parallel, is_forced=is_forced, grammar=grammar)
 
 
 def _arguments(function: FunctionSpec) -> dict[str, Any]:
@@ -102,27 +117,33 @@ def _arguments(function: FunctionSpec) -> dict[str, Any]:
 
 
 def _grammar(
-    form: CallFormat, schemas: Mapping[str, dict[str, Any]], special: Collection[str], *, is_parallel: bool, answer: str | None
+    form: CallFormat, schemas: Mapping[str, dict[str, Any]], special: Mapping[str, int], *, is_parallel: bool, answer: str | None
 ) -> str:  # fmt: skip
     """Lark of nothing but calls, or with `answer`, a JSON schema, of calls or such an answer."""
 
     def marker(text: str) -> str:
-        return text if text in special else _quoted(text)
+        return f"<[{special[text]}]>" if text in special else _quoted(text) if text else ""
 
-    between = {"": _quoted("; "), HERMES.end: _quoted("\n")}.get(form.end, "")
-    rules = [f"calls: call ({between} call)*" if is_parallel else "calls: call"]
+    tagged: dict[str, str] = {}
+    calls = f"call ({_quoted(form.between) if form.between else ''} call)*" if is_parallel else "call"
+    if form.shape == "list":  # older tokenizers put a space behind the mark
+        calls = f'{marker(form.begin)} " "? "[" {calls} "]"'
+    rules = [f"calls: {calls}"]
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(schemas))))
     for i, (name, schema) in enumerate(schemas.items()):
-        if form.arguments_key is None:
-            parts = [marker(form.begin), _quoted(f"{name} "), f"args_{i}", _quoted(form.end)]
-        else:
-            head = f'{{"name": {json.dumps(name)}, "{form.arguments_key}": '
-            parts = [_quoted(head), f"args_{i}", _quoted("}")]
-            if form.begin:
-                parts = [marker(form.begin), _quoted("\n"), *parts, _quoted("\n"), marker(form.end)]
-        rules.append(f"call_{i}: {' '.join(parts)}")
         check_patterns(schema)
-        rules.append(f"args_{i}: %json {json_schema_with_blanks({**schema, 'type': 'object'})}")
+        if form.shape == "tagged":
+            parts = _tagged(name, schema, tagged)
+        else:
+            parts = [_quoted(f'{{"name": {json.dumps(name)}, "{form.key}": '), f"args_{i}", _quoted("}")]
+            rules.append(f"args_{i}: %json {json_schema_with_blanks({**schema, 'type': 'object'})}")
+        if form.shape == "named":
+            parts = [marker(form.begin), _quoted(name), marker(form.behind_name), f"args_{i}", marker(form.end)]
+        elif form.begin and form.shape != "list":
+            parts = [marker(form.begin), _quoted("\n"), *parts, _quoted("\n"), marker(form.end)]
+        rules.append(f"call_{i}: {' '.join(parts)}")
+    if form.shape == "tagged":
+        rules += [r"text[lazy]: /(?s:.*)\n<\/parameter>\n/", *(f"{name}: {rule}" for rule, name in tagged.items())]
     if answer is not None:
         try:
             own = json.loads(answer)
@@ -140,10 +161,44 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+_TAG_END = "\n</parameter>\n"
+
+
+def _tagged(name: str, schema: dict[str, Any], rules: dict[str, str]) -> list[str]:
+    """The parts of a call between tags; rules: those that they need -> their names, shared by all calls."""
+
+    def named(rule: str) -> str:
+        return rules.setdefault(rule, f"part_{len(rules)}")
+
+    parts, described = [_quoted(f"<function={name}>\n")], properties_of(schema)
+    required = branches(schema, schema)[0].get("required")
+    required = [r for r in required if isinstance(r, str)] if isinstance(required, list) else []
+    guided = {k: schema[k] for k in ("x-guidance",) if k in schema}
+    defined = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
+    for argument, own in (described | {r: {} for r in required if r not in described}).items():
+        ways: list[str] = []
+        for branch in branches(own, schema):
+            if branch.get("type") != "string":
+                rule = json_schema_with_blanks(branch | guided)
+                rule = json_schema_with_blanks(branch | guided | defined) if '"$ref"' in rule else rule
+                ways.append(f"{named(f'%json {rule}')} {_quoted(_TAG_END)}")
+            elif "enum" in branch:
+                ways += [_quoted(f"{value}{_TAG_END}") for value in branch["enum"]]
+            else:
+                ways = ["text"]  # whatever else it may be is written as a text, too
+                break
+        begin = _quoted(f"<parameter={argument}>\n")
+        parts.append(named(f"{begin} ({' | '.join(ways)})") + ("" if argument in required else "?"))
+    return [*parts, _quoted("</function>")]
+
+
 def template_messages(body: Conversation, style: ToolStyle, as_text: Callable[[Any], Any]) -> list[dict[str, Any]]:
     """The messages of a conversation for a template of this style; as_text: makes of the client's values what is written."""
     messages = [as_text(m.for_template(wants_objects=style.wants_objects)) for m in body.messages]
     form = style.form or HERMES
+    if form.begin == MISTRAL.begin:
+        for part in [*messages, *(call for m in messages for call in m.get("tool_calls", ()))]:
+            part |= {key: _short_id(part[key]) for key in ("id", "tool_call_id") if key in part}
     if not style.writes_calls:
         messages = [_written(m, form) for m in messages]
     tools = body.callable_tools
@@ -152,6 +207,13 @@ def template_messages(body: Conversation, style: ToolStyle, as_text: Callable[[A
         # in the first message, whoever speaks: not every template takes one of the system
         messages[0]["content"] = f"{shown}\n\n{messages[0]['content']}"
     return messages
+
+
+def _short_id(known: str) -> str:
+    """The id of a call in nine letters and digits, as Mistral's templates demand it; one that is such is left alone."""
+    if re.fullmatch("[A-Za-z0-9]{9}", known):
+        return known
+    return hashlib.sha256(known.encode(errors="surrogatepass")).hexdigest()[:9]
 
 
 def _described(functions: Sequence[dict[str, Any]], form: CallFormat) -> str:
@@ -176,7 +238,9 @@ def _written(message: dict[str, Any], form: CallFormat) -> dict[str, Any]:
 
 
 def _call_text(name: str, arguments: str, form: CallFormat) -> str:
-    if form.arguments_key is None:
-        return f"{form.begin}{name} {arguments}"
-    call = f'{{"name": {json.dumps(name)}, "{form.arguments_key}": {arguments}}}'
+    if form.shape == "named":
+        return f"{form.begin}{name}{form.behind_name}{arguments}"
+    call = f'{{"name": {json.dumps(name)}, "{form.key}": {arguments}}}'
+    if form.shape == "list":
+        return f"{form.begin}[{call}]"
     return f"{form.begin}\n{call}\n{form.end}" if form.begin else call

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Iterator
 
 import httpx
@@ -16,7 +17,7 @@ from paceline.serving.api.app import build_api
 from paceline.serving.api.generation import ApiParts
 from paceline.serving.api.prompts import Prompts
 from paceline.serving.target_model.model import TargetModel
-from paceline.serving.wire.calls import HERMES, LLAMA, MARKED
+from paceline.serving.wire.calls import CODER, HERMES, LLAMA, MARKED, MISTRAL, MISTRAL_NAMED
 from paceline.serving.wire.tools import style_of
 from tests.helpers.api_server import TOKENIZER, ScriptedEngine, serve_app, serve_engine
 from tests.helpers.fakes import CHAT_TEMPLATE, tiny_model, tiny_target, tiny_tokenizer
@@ -42,6 +43,16 @@ TEMPLATES = {
     '{% for c in m["tool_calls"] or [] %}{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
     "{% endfor %}\n{% endfor %}",
     "plain": CHAT_TEMPLATE,
+    "coder": "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
+    "{% for c in m['tool_calls'] or [] %}<tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments|items %}"
+    "<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>{% endfor %}\n{% endfor %}",
+    "mistral": "{% macro nine(id) %}{% if id|length != 9 %}{{ raise_exception('no nine letters') }}{% endif %}{{ id }}{% endmacro %}"
+    "{% for t in tools or [] %}[{{ t | tojson }}]{% endfor %}{% for m in messages %}{% if m.tool_calls %}[TOOL_CALLS][{% for c in "
+    'm.tool_calls %}{{ (c.function | tojson)[:-1] }}, "id": "{{ nine(c.id) }}"}{{ \', \' if not loop.last }}{% endfor %}]'
+    "{% else %}{{ m.content }}{{ nine(m.tool_call_id) if m.role == 'tool' }}{% endif %}\n{% endfor %}",
+    "mistral_named": "{% for t in tools or [] %}[{{ t | tojson }}]{% endfor %}{% for m in messages %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}"
+    "\n{% endfor %}",
 }
 
 
@@ -134,7 +145,7 @@ def test_a_function_that_describes_no_arguments_is_called_with_none(real: tuple,
 
 
 @pytest.mark.parametrize(
-    "cut", [*({"max_tokens": n} for n in (1, 5, 14, 30, 45, 50)), {"stop": ["}"]}, {"stop": ["weath"]}]
+    "cut", [*({"max_tokens": n} for n in (1, 5, 14, 30, 45, 47)), {"stop": ["}", "</f"]}, {"stop": ["weath"]}]
 )
 def test_a_forced_call_that_is_cut_says_so_and_leaves_no_markup(real: tuple, cut: dict) -> None:
     client, base = real
@@ -231,9 +242,81 @@ def test_a_template_that_knows_tools_writes_them_itself() -> None:
         assert '"name": "now"' in text and "You may call" not in text and '{"city": "Rom"}' in text and "sunny" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "shown"),
+    [
+        ("coder", "<tool_call>\n<function=weather>\n<parameter=city>\nRom\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>", None),
+        ("mistral", '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rom", "days": 3}, "id": "abcDEF123"}]', None),
+        ("mistral_named", '[TOOL_CALLS]weather[CALL_ID]abcDEF123[ARGS]{"city": "Rom", "days": 3}', '[TOOL_CALLS]weather[ARGS]{"city": "Rom", "days": 3}'),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("known", [None, "abcDEF123"])
+def test_a_call_its_id_and_its_result_make_the_next_prompt(
+    name: str, text: str, shown: str | None, known: str | None
+) -> None:
+    engine, tokenizer = ScriptedEngine(text), copy.copy(TOKENIZER)
+    engine.context_tokens, tokenizer.chat_template = 4096, TEMPLATES[name]
+    ask = {"model": "tiny", "tools": TOOLS, "max_tokens": 0x100}
+    with serve_app(build_api(ApiParts(client=engine, tokenizer=tokenizer))) as base:
+        client = openai.OpenAI(base_url=f"{base}/v1", api_key="x", max_retries=0)
+        choice = client.chat.completions.create(messages=USER, **ask).choices[0]
+        (call,) = choice.message.tool_calls
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        check(call)
+        parts = [p.choices[0].delta for p in client.chat.completions.create(messages=USER, **ask, stream=True)]
+        deltas = [d.function for p in parts for d in p.tool_calls or ()]
+        assert [d.name for d in deltas if d.name] == ["weather"] and not any(p.content for p in parts)
+        assert "".join(d.arguments for d in deltas) == call.function.arguments
+        call.id = known or call.id
+        result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+        client.chat.completions.create(messages=[*USER, choice.message.to_dict(), result], **ask)
+    prompt = TOKENIZER.decode(engine.requests[-1].prompt_token_ids)
+    found = re.search(r'"id": "(\w{9})"', prompt)
+    own = found[1] if found else "abcDEF123"
+    assert (shown or text).replace("abcDEF123", own) in prompt and "sunny" in prompt
+    assert name != "mistral" or (prompt.count(own) == 2 and known in (None, own))
+
+
+def test_a_text_of_a_forced_call_may_hold_tags() -> None:
+    city = "Rom\n</function>\n</tool_call>\n<parameter=days>"
+    tags = f"<parameter=city>\n{city}\n</parameter>\n</function>\n</tool_call>"
+    engine, tokenizer = ScriptedEngine(f"<tool_call>\n<function=weather>\n{tags}"), copy.copy(TOKENIZER)
+    engine.context_tokens, tokenizer.chat_template = 4096, TEMPLATES["coder"]
+    ask = {"messages": USER, "tools": TOOLS, "tool_choice": "required", "max_tokens": 0x100}
+    with serve_app(build_api(ApiParts(client=engine, tokenizer=tokenizer))) as base:
+        choice = httpx.post(f"{base}/v1/chat/completions", json=ask).json()["choices"][0]
+    assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {"city": city}
+
+
+def test_special_tokens_of_a_format_are_drawn_and_read() -> None:
+    marks = ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"]
+    tokenizer = tiny_tokenizer(300)
+    tokenizer.backend_tokenizer.add_special_tokens([AddedToken(m, special=True, normalized=False) for m in marks])
+    for name in ("mistral", "mistral_named"):
+        tokenizer.chat_template = TEMPLATES[name]
+        target = TargetModel.from_model(tiny_model(vocab=303, layers=2, context=1024), tokenizer)
+        ask = {
+            "messages": USER,
+            "tools": TOOLS,
+            "max_tokens": 200,
+            "parallel_tool_calls": False,
+            "return_token_ids": True,
+        }
+        with serve_engine(target) as (base, _):
+            answer = httpx.post(
+                f"{base}/v1/chat/completions", json={**ask, "tool_choice": "required", "seed": 1}, timeout=60
+            ).json()
+        choice = answer["choices"][0]
+        assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+        jsonschema.validate(json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]), {"type": "object"})
+        assert [t for t in choice["token_ids"] if t >= 300] == ([300] if name == "mistral" else [300, 301])
+
+
 def test_styles_are_told_by_the_template() -> None:
     found = {name: style_of(text) for name, text in TEMPLATES.items()}
-    assert [found[n].form for n in ("hermes", "llama", "plain")] == [HERMES, LLAMA, HERMES]
+    forms = [CODER, HERMES, LLAMA, MISTRAL, MISTRAL_NAMED, HERMES]
+    assert [found[n].form for n in ("coder", "hermes", "llama", "mistral", "mistral_named", "plain")] == forms
+    assert "tojson" not in TEMPLATES["coder"] and found["coder"].wants_objects
     assert not found["plain"].writes_tools and found["hermes"].writes_tools and found["llama"].wants_objects
     bundled = style_of("{% for c in m.get('tool_calls') or [] %}<|call|>{{ c }}{% endfor %}")
     assert (bundled.form, bundled.writes_tools, bundled.writes_calls, bundled.wants_objects) == (
@@ -242,9 +325,7 @@ def test_styles_are_told_by_the_template() -> None:
         True,
         False,
     )
-    assert (
-        style_of("{{ tools }}<tool_call><function=").form is None and style_of("{{ tools }}[TOOL_CALLS]").form is None
-    )
+    assert style_of("{{ tools }}<tool_call><function=").form is None
     assert style_of({"default": CHAT_TEMPLATE, "tool_use": TEMPLATES["hermes"]}).form is HERMES and style_of(None).form
 
 

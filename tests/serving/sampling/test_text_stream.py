@@ -68,6 +68,14 @@ def test_sentencepiece_style_spaces_and_byte_tokens() -> None:
     assert tokens.token_bytes(euro[0]) == "€".encode()[:1]
 
 
+def test_a_special_token_that_is_kept_is_text_of_a_sentencepiece_tokenizer() -> None:
+    tok = metaspace_tokenizer()
+    tok.add_tokens([AddedToken(text, special=True) for text in ("[A]", "[B]")])
+    hello, a, b, end = tok.convert_tokens_to_ids(["▁hello", "[A]", "[B]", "</s>"])
+    stream = TextStream(TokenText(tok), prompt_token_ids=[hello, b], kept_ids=[a])
+    assert "".join(stream.push([i]) for i in (hello, a, b, hello, end)) + stream.finish() == " hello[A] hello"
+
+
 def test_a_sentencepiece_token_keeps_its_space_and_two_never_share_a_text() -> None:
     tokens = TokenText(metaspace_tokenizer(("▁a", "a", "▁")))
     ids = tokens.tokenizer.convert_tokens_to_ids(["▁a", "a", "▁", "▁hello"])

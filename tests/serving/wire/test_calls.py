@@ -8,9 +8,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.serving.wire.calls import HERMES, LLAMA, MARKED, CallFormat, CallParser, merged
+from paceline.serving.wire.calls import (
+    CODER,
+    HERMES,
+    LLAMA,
+    MARKED,
+    MISTRAL,
+    MISTRAL_NAMED,
+    CallFormat,
+    CallParser,
+    branches,
+    merged,
+)
 
-NAMES = {"get_weather", "add"}
+NAMES = {
+    "get_weather": {"properties": {"city": {"type": "string"}, "days": {"type": "array"}}},
+    "add": {
+        "properties": {
+            "a": {"type": "integer"},
+            "text": {"type": "string"},
+            "maybe": {"type": ["string", "null"]},
+            "size": {"type": ["number", "string"]},
+            "either": {"anyOf": [{"$ref": "#/$defs/flag"}, {"type": "number"}]},
+            "kind": {"enum": ["1", "x"]},
+            "free": {},
+        },
+        "$defs": {"flag": {"allOf": [{"type": "boolean"}]}},
+    },
+}
 ARGS = '{"city": "Zürich }{ \\"x\\"", "days": [1, {"a": "]"}]}'
 
 
@@ -28,6 +53,14 @@ def hermes(*calls: tuple[str, str]) -> str:
     texts = ['<tool_call>\n{{"name": "{}", "arguments": {}}}\n</tool_call>'.format(*call) for call in calls]
     return "\n".join(texts)
 
+
+def coder(name: str, *parameters: tuple[str, str]) -> str:
+    tags = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in parameters)
+    return f"<tool_call>\n<function={name}>\n{tags}</function>\n</tool_call>"
+
+
+ONE = '{"name": "add", "arguments": {"a": 1}}'
+PAGE = "<a>\n</parameter>\n <parameter name='x'>\t\"é\\\n</function>;\n</tool_call> x"
 
 ANSWERS = [
     (HERMES, hermes(("add", "{}")), "", [("add", "{}")]),
@@ -72,6 +105,55 @@ ANSWERS = [
     (MARKED, '<|call|>add \n\n{"arguments": "x", "name": "add"}\n', '<|call|>add \n\n{"arguments": "x", "name": "add"}\n', []),
     (HERMES, '<tool_call>{"name": "x", "arguments": 1, "name": "add"}</tool_call>',
      '<tool_call>{"name": "x", "arguments": 1, "name": "add"}</tool_call>', []),
+    (CODER, "I look.\n\n" + coder("get_weather", ("city", "Zürich\n(CH)"), ("days", "[1,\n 2]")) + "\n" + coder("add"), "I look.",
+     [("get_weather", '{"city": "Zürich\\n(CH)", "days": [1,\n 2]}'), ("add", "{}")]),
+    (CODER, coder("add", ("text", "")) + coder("add", ("text", "\n x\n")), "", [("add", '{"text": ""}'), ("add", '{"text": "\\n x\\n"}')]),
+    (CODER, "<tool_call><function=add><parameter=text>x</parameter></function></tool_call>", "", [("add", '{"text": "x"}')]),
+    (CODER, coder("add", ("text", PAGE), ("a", "1")), "", [("add", json.dumps({"text": PAGE, "a": 1}, ensure_ascii=False))]),
+    (CODER, coder("add", ("text", "5"), ("maybe", "5"), ("either", "5"), ("kind", "1"), ("free", "5")), "",
+     [("add", '{"text": "5", "maybe": "5", "either": 5, "kind": "1", "free": 5}')]),
+    (CODER, coder("add", ("text", "null"), ("maybe", "None"), ("either", "True"), ("free", '"x"'), ("size", "5")), "",
+     [("add", '{"text": "null", "maybe": null, "either": true, "free": "x", "size": 5}')]),
+    (CODER, coder("add", ("a", "two"), ("maybe", '"x"'), ("either", "NaN"), ("free", "[" * 3000)), "",
+     [("add", '{"a": "two", "maybe": "\\"x\\"", "either": "NaN", "free": "' + "[" * 3000 + '"}')]),
+    (CODER, coder("add", ("other", "1e999"), ("more", " 1.0 ")), "", [("add", '{"other": "1e999", "more": 1.0}')]),
+    (CODER, coder("add", ("a", "1"), ("text", "x"), ("a", "2"), ("text", "y"), ("free", "3")), "",
+     [("add", '{"a": 1, "text": "x", "free": 3}')]),
+    (CODER, "Well.\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>", "Well.", [("add", '{"a": 1}')]),
+    (CODER, "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n" + coder("add"), "", [("add", '{"a": 1}'), ("add", "{}")]),
+    (CODER, "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</tool_call> done", "done", [("add", '{"a": 1}')]),
+    (CODER, "<function=add>\n<parameter=text>\nx\n<parameter=a>\n1\n</function>\n</tool_call>", "", [("add", '{"text": "x", "a": 1}')]),
+    (CODER, "<function=add>\n<parameter=text>\nx\n<parameter=no>\n1\n</tool_call>", "",
+     [("add", '{"text": "x\\n<parameter=no>\\n1"}')]),
+    (CODER, "<function=add>\n<parameter=text>\nx\n</tool_call>\n" + coder("add"), "", [("add", '{"text": "x"}'), ("add", "{}")]),
+    (CODER, "<function=add>\n<parameter=text>\nx\n</parameter>\n", "", [("add", '{"text": "x"}')]),
+    (CODER, "<function=add>\n<parameter=text>\nx\n", "", [("add", '{"text": "x"}')]),
+    (CODER, "<function=add>\n<parameter=a>", "", [("add", '{"a": ""}')]),
+    (CODER, coder("add", ("", "so <x>"), ("a", "1"), ("text=", "\n")), "", [("add", '{"a": 1, "text=": "\\n"}')]),
+    (CODER, coder("rm", ("a", "1")), coder("rm", ("a", "1")), []),
+    (CODER, "Write <function=add> or <tool_call> x", "Write <function=add> or <tool_call> x", []),
+    (CODER, "<tool_call> <functio", "<tool_call> <functio", []),
+    (CODER, hermes(("add", "{}")), hermes(("add", "{}")), []),
+    (MISTRAL, f"I look. [TOOL_CALLS][{ONE}]", "I look.", [("add", '{"a": 1}')]),
+    (MISTRAL, '[TOOL_CALLS] [{"name": "get_weather", "arguments": ' + ARGS + ', "id": "c}][,1"}, ' + ONE + "]\n", "",
+     [("get_weather", ARGS), ("add", '{"a": 1}')]),
+    (MISTRAL, '[TOOL_CALLS][{"arguments": {"a": 1}, "id": "x", "name": "add"}, {"name": "add"}] so', "so",
+     [("add", '{"a": 1}'), ("add", "{}")]),
+    (MISTRAL, f"[TOOL_CALLS] [\n {ONE} , {ONE}", "", [("add", '{"a": 1}')] * 2),
+    (MISTRAL, f"[TOOL_CALLS]{ONE}[TOOL_CALLS]{ONE}", "", [("add", '{"a": 1}')] * 2),
+    (MISTRAL, f'[TOOL_CALLS][{ONE}, {{"name": "rm", "arguments": {{}}}}]', '[TOOL_CALLS][ {"name": "rm", "arguments": {}}]',
+     [("add", '{"a": 1}')]),
+    (MISTRAL, '[TOOL_CALLS] [{"name": "rm", "arguments": {}}]', '[TOOL_CALLS] [{"name": "rm", "arguments": {}}]', []),
+    (MISTRAL, '[TOOL_CALLS][{"arguments": {}, "name": "rm"}]', '[TOOL_CALLS][{"arguments": {}, "name": "rm"}]', []),
+    (MISTRAL, "[TOOL_CALLS][1, 2] [TOOL_CALLS][{", "[TOOL_CALLS][1, 2] [TOOL_CALLS][{", []),
+    (MISTRAL, '[TOOL_CALLS]add[ARGS]{"a": 1}', "", [("add", '{"a": 1}')]),
+    (MISTRAL_NAMED, 'I look. [TOOL_CALLS]get_weather[ARGS]' + ARGS + "[TOOL_CALLS]add[ARGS]{}", "I look.", [("get_weather", ARGS), ("add", "{}")]),
+    (MISTRAL_NAMED, '[TOOL_CALLS]add[CALL_ID]abcDEF123[ARGS] {"a": 1} so', "so", [("add", '{"a": 1}')]),
+    (MISTRAL_NAMED, '[TOOL_CALLS]add{"a": 1}', "", [("add", '{"a": 1}')]),
+    (MISTRAL_NAMED, f"[TOOL_CALLS] [{ONE}]", "", [("add", '{"a": 1}')]),
+    (MISTRAL_NAMED, "[TOOL_CALLS]rm[ARGS]{}[TOOL_CALLS]add[ARGS]{}", "[TOOL_CALLS]rm[ARGS]{}", [("add", "{}")]),
+    (MISTRAL_NAMED, "so [TOOL_CALLS] is it", "so [TOOL_CALLS] is it", []),
+    (MISTRAL_NAMED, "[TOOL_CALLS]add" + " " * 300 + "{}", "[TOOL_CALLS]add" + " " * 300 + "{}", []),
 ]  # fmt: skip
 
 
@@ -84,7 +166,8 @@ def test_calls_and_content_are_told_apart_however_the_text_is_cut(form, text, co
 
 @pytest.mark.parametrize(
     ("form", "text"),
-    [(HERMES, hermes(("add", '{"a": 1}'))), (LLAMA, '{"name": "add", "parameters": {"a": 1}}'), (MARKED, '<|call|>add {"a": 1}\n')],
+    [(HERMES, hermes(("add", '{"a": 1}'))), (LLAMA, '{"name": "add", "parameters": {"a": 1}}'), (MARKED, '<|call|>add {"a": 1}\n'),
+     (CODER, coder("add", ("a", "1"))), (MISTRAL, f"[TOOL_CALLS] [{ONE}]"), (MISTRAL_NAMED, '[TOOL_CALLS]add[ARGS]{"a": 1}')],
 )  # fmt: skip
 def test_a_forced_call_is_no_content_wherever_it_is_cut(form: CallFormat, text: str) -> None:
     for end in range(len(text) + 1):
@@ -107,6 +190,17 @@ def test_a_forced_call_is_no_content_wherever_it_is_cut(form: CallFormat, text: 
         (MARKED, "I look. <|call|>", "I look."),
         (MARKED, "so <|call|>xyz", "so <|call|>xyz"),
         (LLAMA, '{"name": "ad', '{"name": "ad'),
+        (CODER, "I look. <tool_call>", "I look."),
+        (CODER, "I look. <tool_call>\n<function=ad", "I look."),
+        (CODER, "I look. <function=add>\n<par", "I look."),
+        (CODER, "so <function=xyz", "so <function=xyz"),
+        (CODER, "so <function=add> is", "so <function=add> is"),
+        (MISTRAL, "I look. [TOOL_CALLS]", "I look."),
+        (MISTRAL, "I look. [TOOL_CALLS] [", "I look."),
+        (MISTRAL, 'I look. [TOOL_CALLS][{"name": "ad', "I look."),
+        (MISTRAL, "so [TOOL_CALLS][1", "so [TOOL_CALLS][1"),
+        (MISTRAL_NAMED, "I look. [TOOL_CALLS]add[AR", "I look."),
+        (MISTRAL_NAMED, "so [TOOL_CALLS]xyz", "so [TOOL_CALLS]xyz"),
     ],
 )
 def test_the_beginning_of_a_call_that_was_cut_is_no_content(form: CallFormat, text: str, content: str) -> None:
@@ -123,9 +217,17 @@ def test_no_depth_of_arguments_breaks_the_parser() -> None:
         assert (content == "" and calls) or (content == text and not calls)
 
 
-def test_calls_behind_the_first_are_dropped_where_one_is_wanted() -> None:
-    text = hermes(("add", '{"a": 1}'), ("add", '{"a": 2}'))
-    assert read(HERMES, list(text), is_parallel=False) == ("", [("add", '{"a": 1}')])
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (HERMES, hermes(("add", '{"a": 1}'), ("add", '{"a": 2}'))),
+        (CODER, coder("add", ("a", "1")) + coder("add", ("text", "2"))),
+        (MISTRAL, f"[TOOL_CALLS][{ONE}, {ONE}]"),
+        (MISTRAL_NAMED, '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 2}'),
+    ],
+)
+def test_calls_behind_the_first_are_dropped_where_one_is_wanted(form: CallFormat, text: str) -> None:
+    assert read(form, list(text), is_parallel=False) == ("", [("add", '{"a": 1}')])
 
 
 def test_arguments_are_passed_on_as_they_come() -> None:
@@ -135,14 +237,87 @@ def test_arguments_are_passed_on_as_they_come() -> None:
     assert len(seen) > 5 and json.loads("".join(seen)) == {"a": "xyz"}
 
 
+def test_a_text_between_tags_is_passed_on_as_it_comes_and_other_values_when_they_are_whole() -> None:
+    parser, seen = CallParser(CODER, NAMES), []
+    for c in coder("add", ("text", 'x"yz\n<'), ("a", "123456")):
+        seen += [d.name or d.arguments for d in parser.push(c)[1]]
+    assert seen == ["add", '{"text": "', "x", '\\"', "y", "z", "\\n<", '"', ', "a": 123456', "}"]
+
+
+@pytest.mark.parametrize(
+    ("end", "arguments"),
+    [
+        ("<parameter=text>\nx\n</param", '{"text": "x'),
+        ("<parameter=text>\nx\n</parameter>\n", '{"text": "x'),
+        ("<parameter=a>\n1", ""),
+    ],
+)
+def test_a_call_between_tags_that_was_cut_is_not_whole(end: str, arguments: str) -> None:
+    parser = CallParser(CODER, NAMES)
+    deltas = [*parser.push("<tool_call>\n<function=add>\n" + end)[1], *parser.finish(is_cut=True)[1]]
+    assert (merged(deltas)[0].arguments, parser.has_whole_calls) == (arguments, False)
+    whole = CallParser(CODER, NAMES)
+    whole.push("<tool_call>\n<function=add>\n" + end)
+    whole.finish()
+    assert whole.has_whole_calls, "the model's own end stands for the closing tags"
+
+
+PARTS = ["\n", "<", ">", "/", '"', "\\", "a", "é", "</parameter", "<parameter", "</function", "<tool_call", "{"]
+VALUES = st.lists(st.sampled_from(PARTS), max_size=9).map("".join)
+
+
+@given(values=st.lists(VALUES.filter(lambda v: "</parameter>" not in v and "</function>" not in v), max_size=4))
+def test_any_text_between_tags_reaches_the_client_as_it_is(values: list[str]) -> None:
+    given_values = {f"k{i}": value for i, value in enumerate(values)}
+    schema = {"add": {"properties": {key: {"type": "string"} for key in given_values}}}
+    text = coder("add", *given_values.items())
+    for pieces in ([text], list(text)):
+        parser = CallParser(CODER, schema)
+        deltas = [d for piece in pieces for d in parser.push(piece)[1]]
+        assert json.loads(merged(deltas)[0].arguments) == given_values and parser.has_whole_calls
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"type": "string"}, {"string"}),
+        ({"type": ["string", "null"]}, {"string", "null"}),
+        ({"$ref": "#/$defs/a~1b"}, {"integer"}),
+        ({"anyOf": [{"$ref": "#/$defs/a~1b"}, {"oneOf": [{"const": None}, {"enum": ["x", 1.5]}]}]}, {"integer", "null", "string", "number"}),
+        ({"allOf": [{"type": "boolean"}], "description": "d"}, {"boolean"}),
+        ({"type": "string", "anyOf": [{"format": "date"}, {"format": "time"}]}, {"string"}),
+        ({"allOf": [{"type": "string"}, {"type": "string"}]}, {"None"}),
+        ({"$ref": "#/$defs/self"}, {"None"}),
+        ({"$ref": "#/$defs/none"}, {"None"}),
+        ({"$ref": "http://x/y"}, {"None"}),
+        ({"$ref": 5, "type": []}, {"[]"}),
+        ({"type": "string", "enum": [1]}, {"string"}),
+        ({"anyOf": [], "enum": []}, {"None"}),
+        (True, {"None"}),
+        ({}, {"None"}),
+    ],
+)  # fmt: skip
+def test_the_types_of_a_schema_are_found_behind_references_and_unions(schema, types) -> None:
+    root = {
+        "$defs": {"a/b": {"type": "integer"}, "self": {"anyOf": [{"$ref": "#/$defs/self"}, {"$ref": "#/$defs/self"}]}}
+    }
+    assert {str(branch.get("type")) for branch in branches(schema, root)} == types
+
+
 PIECES = st.sampled_from(
     ["<tool_call>", "</tool_call>", "<|call|>", "<|python_tag|>", '{"name": "add", "arguments": ', '{"name": "add", "parameters": ',
-     "add ", "{", "}", '"', "\\", "[", "]", ",", ";", "\n", " ", "<", "text", "}\n", '{"name": "rm"', "1", "\0", "𝄞"]
+     "add ", "{", "}", '"', "\\", "[", "]", ",", ";", "\n", " ", "<", "text", "}\n", '{"name": "rm"', "1", "\0", "𝄞",
+     "<function=add>", "<parameter=a>\n", "<parameter=text>\n", "</parameter>", "</function>", "\n<parameter=",
+     "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "add"]
 )  # fmt: skip
 
 
-@settings(max_examples=300)
-@given(form=st.sampled_from([HERMES, LLAMA, MARKED]), parts=st.lists(PIECES, max_size=25), cuts=st.randoms())
+@settings(max_examples=600)
+@given(
+    form=st.sampled_from([HERMES, LLAMA, MARKED, CODER, MISTRAL, MISTRAL_NAMED]),
+    parts=st.lists(PIECES, max_size=25),
+    cuts=st.randoms(),
+)
 def test_no_text_breaks_the_parser_and_no_cut_changes_what_is_read(form, parts, cuts) -> None:
     text = "".join(parts)
     whole = read(form, [text])
