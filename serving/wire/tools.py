@@ -44,8 +44,10 @@ def style_of(template: Any) -> ToolStyle:
     """The style of a tokenizer's chat template, which is a text or several by name."""
     text = "\n".join(map(str, template.values())) if isinstance(template, Mapping) else str(template or "")
     writes_tools = re.search(r"\btools\b", text) is not None
-    if MARKED.begin in text:
-        form: CallFormat | None = MARKED
+    if "<|channel|>" in text or "<arg_key>" in text:  # gpt-oss and GLM, which share marks with formats that are read
+        form: CallFormat | None = None
+    elif MARKED.begin in text:
+        form = MARKED
     elif MISTRAL.begin in text:
         form = MISTRAL_NAMED if MISTRAL.behind_name in text else MISTRAL
     elif HERMES.begin in text and "<function=" in text:

@@ -326,6 +326,10 @@ def test_styles_are_told_by_the_template() -> None:
         False,
     )
     assert style_of("{{ tools }}<tool_call><function=").form is None
+    assert (
+        style_of("{{ tools }}<|start|>assistant<|channel|>commentary to=functions.f<|message|>{}<|call|>").form is None
+    )
+    assert style_of("{{ tools }}<tool_call>f\n<arg_key>k</arg_key>\n<arg_value>v</arg_value></tool_call>").form is None
     assert style_of({"default": CHAT_TEMPLATE, "tool_use": TEMPLATES["hermes"]}).form is HERMES and style_of(None).form
 
 
