@@ -46,7 +46,7 @@ GRACE_S = 5.0
 """Answers of a killed process may break off that were begun up to so long after: until the proxy knows of its death."""
 APART_S = 2.0
 """Faults of one moment begin within so long."""
-AWAY: tuple[type[Exception], ...] = (OSError, httpx.TransportError, *OUTAGE_ERRORS)
+AWAY: tuple[type[Exception], ...] = (ConnectionError, FileNotFoundError, httpx.TransportError, *OUTAGE_ERRORS)
 """What is seen of a part that another fault took away."""
 MODEL_NAME = "chaos"
 
@@ -347,14 +347,14 @@ class FaultRun:
                     problems.append(f"{fault.name} could not be carried out: {type(e).__name__}: {e}")
             ended, status = time.monotonic(), "ok" if happened else "skipped"
             try:
-                self._wait_whole(lambda: all(blow.is_back() for blow in blows))
+                self._wait_whole(lambda: _are_back(blows))
                 recovery_s = time.monotonic() - ended if happened and not problems else None
             except PacelineError as e:
                 problems.append(f"not whole again: {e}; {'; '.join(place.ills()) or 'what was struck is not back'}")
         answers = [*load.answers, *(answer for blow in blows for answer in blow.answers)]
         problems += [text for blow in blows for text in blow.problems]
         for answer in answers:
-            problems += answer_problems(answer, self.questions, may_break=self._may_break(answer, ended))
+            problems += answer_problems(answer, self.questions, may_break=self._may_break(answer, ended, happened))
         if recovery_s is not None or status == "skipped":
             problems += place.leftovers()
         if problems:
@@ -402,8 +402,16 @@ class FaultRun:
         place, patience_s = self.place, self.options.patience_s
         wait_for(lambda: is_back() and not place.ills(), "a whole service", patience_s, check=place.check)
 
-    def _may_break(self, answer: Answer, struck: float) -> bool:
-        """Whether a process that died may have held the answer."""
-        dies = {f.breaks for f in self.faults} - {"", "replica" if self.options.is_resuming_answers else ""}
+    def _may_break(self, answer: Answer, struck: float, faults: list[Fault]) -> bool:
+        """Whether a process that died may have held the answer. faults: that happened."""
+        dies = {f.breaks for f in faults} - {"", "replica" if self.options.is_resuming_answers else ""}
         # without its only proxy a service has nobody who would take a connection
         return bool(dies) and (answer.began_s <= struck + GRACE_S or ("proxy" in dies and answer.status == 0))
+
+
+def _are_back(blows: list[Blow]) -> bool:
+    """Whether all that was struck is back; a part that is away is not."""
+    try:
+        return all(blow.is_back() for blow in blows)
+    except AWAY:
+        return False

@@ -56,6 +56,9 @@ _CALL_ID = "[CALL_ID]"
 
 _MAX_HEAD = 256
 """Characters within which a bare object must have shown that it is a call: a name of 64 and the keys around it."""
+_MAX_HELD = 1024
+"""Characters of a value in which the beginning of its end is looked for: a model that repeats a tag for ever must not be read again
+and again."""
 _MAX_BRANCHES = 64
 """Looks at a schema, after which it may be of anything: what refers to itself has no end."""
 _HEAD = re.compile(
@@ -427,7 +430,7 @@ class CallParser:
             self._pass_on("}" if self._given else "{}")
             self._text, self._state = text.removeprefix(FUNCTION_END), "tail"
             return True
-        if not self._is_over and _BEGUN_VALUE_END.fullmatch(text):
+        if not self._is_over and len(text) <= _MAX_HELD and _BEGUN_VALUE_END.fullmatch(text):
             self._text = text
             return False
         at = text.find("<", 1)
@@ -442,7 +445,7 @@ class CallParser:
         text, ends = self._text, _LAST_VALUE_END if self._is_over else self._value_end
         expected = self._properties.keys() - self._given
         end = next((m for m in ends.finditer(text) if m.lastindex is None or m[1] in expected), None)
-        begun = end or _BEGUN_VALUE_END.search(text)
+        begun = end or _BEGUN_VALUE_END.search(text, max(0, len(text) - _MAX_HELD))
         value = text[: begun.start()] if begun else text
         self._text = text[end.end() if end else len(value) :]
         if self._types == {"string"}:
@@ -517,7 +520,11 @@ def branches(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
         node = node if isinstance(node, dict) else {}
         key = next((k for k in ("$ref", "anyOf", "oneOf", "allOf") if k in node), "")
         parts: Any = [_target(root, node[key])] if key == "$ref" else node.get(key)
-        is_split = isinstance(parts, list) and bool(parts) and all(isinstance(part, dict) for part in parts)
+        is_split = (
+            isinstance(parts, list)
+            and 0 < len(parts) <= _MAX_BRANCHES
+            and all(isinstance(part, dict) for part in parts)
+        )
         if is_split and (key != "allOf" or len(parts) == 1):
             todo += [{k: v for k, v in node.items() if k != key} | part for part in parts]
         else:

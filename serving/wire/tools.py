@@ -164,6 +164,17 @@ def _quoted(text: str) -> str:
 
 
 _TAG_END = "\n</parameter>\n"
+_FOREIGN_REF = re.compile(r'"\$ref":\s*"(?!#/(?:\$defs|definitions)/)')
+
+
+def _check_tagged(name: str, argument: str, values: Any) -> None:
+    """Refuse what cannot stand between tags. values: those that a text may have, None where it is free. Raises: FieldError."""
+    if not re.fullmatch(r"[^<>\n]+", argument):
+        raise FieldError(f"tools must have parameters without <, > and line breaks in their names, got {argument!r} of {name}", "tools")  # fmt: skip
+    if values is not None and not (isinstance(values, list) and values):
+        raise FieldError(f"tools must have an enum that lists values, got {values!r} for {argument} of {name}", "tools")
+    if any(_TAG_END.strip() in str(value) or "\0" in str(value) for value in values or ()):
+        raise FieldError(f"tools must have an enum without {_TAG_END.strip()} and NUL, got {argument} of {name}", "tools")  # fmt: skip
 
 
 def _tagged(name: str, schema: dict[str, Any], rules: dict[str, str]) -> list[str]:
@@ -180,9 +191,13 @@ def _tagged(name: str, schema: dict[str, Any], rules: dict[str, str]) -> list[st
     for argument, own in (described | {r: {} for r in required if r not in described}).items():
         ways: list[str] = []
         for branch in branches(own, schema):
-            if branch.get("type") != "string":
+            is_text = branch.get("type") == "string"
+            _check_tagged(name, argument, branch.get("enum") if is_text else None)
+            if not is_text:
                 rule = json_schema_with_blanks(branch | guided)
                 rule = json_schema_with_blanks(branch | guided | defined) if '"$ref"' in rule else rule
+                if _FOREIGN_REF.search(rule):
+                    raise FieldError(f"tools must have references to $defs only, got another in {argument} of {name}", "tools")  # fmt: skip
                 ways.append(f"{named(f'%json {rule}')} {_quoted(_TAG_END)}")
             elif "enum" in branch:
                 ways += [_quoted(f"{value}{_TAG_END}") for value in branch["enum"]]

@@ -72,7 +72,8 @@ def test_faults_of_one_moment_all_strike_and_answers_may_end_with_any_of_them():
         found = run.outcome()
     assert (found.name, found.beside, found.status) == ("a", ["b"], "ok"), found
     assert len(set(struck)) == 2 and "did" in found.note and "nobody" in found.note
-    assert run._may_break(answer(9.0, 200), 10.0) and not run._may_break(answer(40.0, 200), 10.0)
+    assert run._may_break(answer(9.0, 200), 10.0, faults) and not run._may_break(answer(40.0, 200), 10.0, faults)
+    assert not run._may_break(answer(9.0, 200), 10.0, faults[:1]), "what did not happen is no excuse"
     assert summary([found])["num_faults"] == 2 and set(summary([found])["by_name"]) <= set(FAULTS)
 
 
@@ -169,10 +170,14 @@ def fault_run(name: str, **options) -> FaultRun:
     return FaultRun(ChaosOptions(**options), None, None, 0, [FAULTS[name]])
 
 
+def may_break(run: FaultRun, given: Answer) -> bool:
+    return run._may_break(given, 10.0, run.faults)
+
+
 @pytest.mark.parametrize("is_resuming", [False, True])
 def test_without_its_proxy_a_service_takes_no_connection_but_whom_it_answers_it_answers_in_full(is_resuming):
     run = fault_run("proxy-kill", is_resuming_answers=is_resuming)
-    assert run._may_break(answer(9.0, 200), 10.0) and run._may_break(answer(40.0, 0), 10.0)
-    assert not run._may_break(answer(40.0, 200), 10.0) and not run._may_break(answer(40.0, 503), 10.0)
-    assert not fault_run("proxy-stop")._may_break(answer(9.0, 200), 10.0)
-    assert not fault_run("replica-kill")._may_break(answer(40.0, 0), 10.0)
+    assert may_break(run, answer(9.0, 200)) and may_break(run, answer(40.0, 0))
+    assert not may_break(run, answer(40.0, 200)) and not may_break(run, answer(40.0, 503))
+    assert not may_break(fault_run("proxy-stop"), answer(9.0, 200))
+    assert not may_break(fault_run("replica-kill"), answer(40.0, 0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -330,3 +331,16 @@ def test_no_text_breaks_the_parser_and_no_cut_changes_what_is_read(form, parts, 
     assert read(form, pieces) == whole
     if not whole[1]:
         assert whole[0] == text, "text without calls is passed on whole"
+
+
+@pytest.mark.parametrize("at_once", [1, 4000])
+def test_a_model_that_repeats_a_closing_tag_is_read_in_no_time_and_as_a_value(at_once: int) -> None:
+    """A looping model writes thousands of them; read again at each, they would take seconds of the event loop."""
+    begin, tag = "<tool_call>\n<function=add>\n<parameter=text>\n", "</parameter>\n"
+    parser, started = CallParser(CODER, NAMES), time.process_time()
+    deltas = parser.push(begin)[1]
+    for _ in range(4000 // at_once):
+        deltas += parser.push(tag * at_once)[1]
+    deltas += parser.push("x\n</parameter>\n</function>\n</tool_call>")[1] + parser.finish()[1]
+    assert time.process_time() - started < 2.0
+    assert json.loads(merged(deltas)[0].arguments) == {"text": tag * 4000 + "x"}

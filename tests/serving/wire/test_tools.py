@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import jsonschema
@@ -12,7 +13,7 @@ from paceline.errors import RequestError
 from paceline.serving.api.bodies import ChatBody
 from paceline.serving.sampling.grammar import compile_grammar, convert_tokenizer
 from paceline.serving.wire.calls import CODER, MISTRAL, MISTRAL_NAMED, CallFormat, CallParser, merged
-from paceline.serving.wire.fields import parse_values
+from paceline.serving.wire.fields import FieldError, parse_values
 from paceline.serving.wire.tools import ToolStyle, plan_calls
 from tests.helpers.fakes import tiny_tokenizer
 
@@ -128,3 +129,31 @@ def test_many_functions_between_tags_are_compiled() -> None:
     described = {f"p{i}": {"type": "string"} if i % 2 else {"type": ["integer", "null"]} for i in range(8)}
     matcher, _ = forced(CODER, **{f"f{i}": {"properties": described, "required": ["p1"]} for i in range(60)})
     assert takes(matcher, tagged(p1="x").replace("=f>", "=f7>"))
+
+
+@pytest.mark.parametrize(
+    ("properties", "words"),
+    [
+        ({"a": {"type": "string", "enum": 5}}, "an enum that lists values"),
+        ({"a": {"type": "string", "enum": []}}, "an enum that lists values"),
+        ({"a": {"type": "string", "enum": ["x\n</parameter>\ny", "z"]}}, "an enum without"),
+        ({"a": {"const": "x\0"}}, "an enum without"),
+        ({"a>b": {"type": "integer"}}, "in their names"),
+        ({"": {"type": "string"}}, "in their names"),
+        ({"a": {"type": "array", "items": {"$ref": "#"}}}, "references to $defs only"),
+        ({"a": {"type": "array", "items": {"$ref": "#/properties/b"}}, "b": {"type": "integer"}}, "references to $defs only"),
+    ],
+)  # fmt: skip
+def test_what_cannot_stand_between_tags_is_refused_with_the_reason(properties: dict[str, Any], words: str) -> None:
+    with pytest.raises(FieldError) as refused:
+        forced(CODER, f={"type": "object", "properties": properties})
+    assert words in str(refused.value)
+
+
+def test_a_schema_of_thousands_of_alternatives_is_looked_at_quickly() -> None:
+    wide = {**{f"k{i}": 0 for i in range(20_000)}, "anyOf": [{"type": "integer"}] * 20_000}
+    begin = time.process_time()
+    CallParser(CODER, {"f": {"properties": {"a": wide}}}).push(
+        "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n"
+    )
+    assert time.process_time() - begin < 1.0
