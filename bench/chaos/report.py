@@ -74,6 +74,10 @@ def _rows(found: dict[str, Any]) -> list[list[str]]:
     ]  # fmt: skip
 
 
+def _title(failure: dict[str, Any]) -> str:
+    return f"{failure['number']} {' + '.join([failure['name'], *failure['beside']])}"
+
+
 def words(found: dict[str, Any]) -> str:
     """A run in one sentence."""
     swaps = ""
@@ -94,10 +98,7 @@ def print_report(document: dict[str, Any], console: Console) -> None:
     console.print(new_table("recovery times, seconds after the end of a fault", HEAD, rows=_rows(document)))
     console.print(words(document), soft_wrap=True)
     for failure in document["failures"][:_MAX_SHOWN]:
-        console.print(
-            f"[red]failed[/red] {failure['number']} {' + '.join([failure['name'], *failure['beside']])}",
-            highlight=False,
-        )
+        console.print(f"[red]failed[/red] {_title(failure)}", highlight=False)
         for text in failure["problems"][:4]:
             console.print(f"  {escape(text)}", highlight=False, soft_wrap=True)
         console.print(f"  again: {escape(failure['command'])}", highlight=False, soft_wrap=True)
@@ -115,6 +116,6 @@ def write_html(path: Path, document: dict[str, Any], outcomes: Sequence[Outcome]
     figure.update_layout(template="plotly_white", showlegend=False, height=120 + 26 * len(document["by_name"]), xaxis_title="seconds")  # fmt: skip
     write_page(
         path, "Paceline: faults and recoveries", _PAGE, words=words(document), head=HEAD, rows=_rows(document),
-        charts=plots([figure]), failures=[(f"{f['number']} {' + '.join([f['name'], *f['beside']])}", "; ".join(f["problems"]), f["command"]) for f in document["failures"]],
+        charts=plots([figure]), failures=[(_title(f), "; ".join(f["problems"]), f["command"]) for f in document["failures"]],
         faults=[(f.name, f.what, f.seen) for f in FAULTS.values() if f.name in document["by_name"]],
     )  # fmt: skip

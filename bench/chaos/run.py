@@ -221,8 +221,8 @@ def run_chaos(options: ChaosOptions, console: Console) -> dict[str, Any]:
                 _strike_all(options, left, folder, journal, result, console, signals)
             except KeyboardInterrupt:
                 how = "the same command goes on" if options.resume else "give --resume FOLDER to be able to go on"
-                console.print(f"stopped after {len(journal.done)} of {options.num_faults} faults; {how}")
-                result.update(**summary(journal.done))
+                result.update(**(found := summary(journal.done)))
+                console.print(f"stopped after {found['num_faults']} of {options.num_faults} faults; {how}")
                 raise
     document = result.close(**summary(journal.done), outcomes=_plain(journal.done))
     print_report(document, console)
@@ -267,8 +267,9 @@ def _strike_all(
         place = Place(options.service(data), check=signals.check, clock=clock)
         place.start()
     try:
-        with progress(console, "faults", len(journal.done) + len(turns)) as bar:
-            bar.at(len(journal.done), "")
+        num_done = summary(journal.done)["num_faults"]
+        with progress(console, "faults", num_done + sum(len(turn.names) for turn in turns)) as bar:
+            bar.at(num_done, "")
             for turn in turns:
                 signals.check()
                 number, name = turn.number, " + ".join(turn.names)
@@ -277,7 +278,7 @@ def _strike_all(
                 journal.add(outcome)
                 result.update(**summary(journal.done))
                 failed = sum(o.status == "failed" for o in journal.done)
-                bar.step(info=f"{number} {name}: {outcome.status}; {failed} failed")
+                bar.step(len(turn.names), f"{number} {name}: {outcome.status}; {failed} failed")
                 if outcome.status == "failed":
                     console.print(f"[red]failed[/red] {number} {name}: {'; '.join(outcome.problems[:3])}", markup=True, soft_wrap=True)  # fmt: skip
                     are_books_wrong = any(p.startswith(LEDGER) for p in outcome.problems)

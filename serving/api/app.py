@@ -98,11 +98,12 @@ class Api:
         check_model(body.model, info)
         # never the client's own: by it requests are held back, tried on a canary and traced
         record.answer_id = answer_id = uuid.uuid4().hex
+        special = self.tokens.special_texts
         requests = engine_requests(
             request, body, prompts, parts=self.parts, info=info, request_id=answer_id, arrived_s=arrived_s,
             visit=visit, grammar=None if plan is None else plan.grammar,
             bad_words=await self.prompts.spellings(body.bad_words or ()),
-            kept_token_ids=tuple(i for text, i in self.tokens.special_texts.items() if plan and text in plan.form.marks),
+            kept_token_ids=() if plan is None else tuple(special[text] for text in plan.form.marks if text in special),
         )  # fmt: skip
         first = requests[0]
         record.prompt_tokens = num_prompt = sum(len(r.prompt_token_ids) for r in requests[:: body.num_choices])

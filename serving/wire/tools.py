@@ -167,14 +167,16 @@ _TAG_END = "\n</parameter>\n"
 _FOREIGN_REF = re.compile(r'"\$ref":\s*"(?!#/(?:\$defs|definitions)/)')
 
 
-def _check_tagged(name: str, argument: str, values: Any) -> None:
-    """Refuse what cannot stand between tags. values: those that a text may have, None where it is free. Raises: FieldError."""
+def _check_tagged(name: str, argument: str, found: Sequence[dict[str, Any]]) -> None:
+    """Refuse an argument that cannot stand between tags. found: its schema's branches. Raises: FieldError."""
+    of = f"{argument!r} of {name}"
     if not re.fullmatch(r"[^<>\n]+", argument):
-        raise FieldError(f"tools must have parameters without <, > and line breaks in their names, got {argument!r} of {name}", "tools")  # fmt: skip
-    if values is not None and not (isinstance(values, list) and values):
-        raise FieldError(f"tools must have an enum that lists values, got {values!r} for {argument} of {name}", "tools")
-    if any(_TAG_END.strip() in str(value) or "\0" in str(value) for value in values or ()):
-        raise FieldError(f"tools must have an enum without {_TAG_END.strip()} and NUL, got {argument} of {name}", "tools")  # fmt: skip
+        raise FieldError(f"tools must have parameters without <, > and line breaks in their names, got {of}", "tools")
+    for values in (branch["enum"] for branch in found if branch.get("type") == "string" and "enum" in branch):
+        if not (isinstance(values, list) and values):
+            raise FieldError(f"tools must have an enum that lists values, got {values!r} for {of}", "tools")
+        if any(_TAG_END.strip() in str(value) or "\0" in str(value) for value in values):
+            raise FieldError(f"tools must have an enum without {_TAG_END.strip()} and NUL, got {of}", "tools")
 
 
 def _tagged(name: str, schema: dict[str, Any], rules: dict[str, str]) -> list[str]:
@@ -189,11 +191,10 @@ def _tagged(name: str, schema: dict[str, Any], rules: dict[str, str]) -> list[st
     guided = {k: schema[k] for k in ("x-guidance",) if k in schema}
     defined = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
     for argument, own in (described | {r: {} for r in required if r not in described}).items():
-        ways: list[str] = []
-        for branch in branches(own, schema):
-            is_text = branch.get("type") == "string"
-            _check_tagged(name, argument, branch.get("enum") if is_text else None)
-            if not is_text:
+        ways, found = list[str](), branches(own, schema)
+        _check_tagged(name, argument, found)
+        for branch in found:
+            if branch.get("type") != "string":
                 rule = json_schema_with_blanks(branch | guided)
                 rule = json_schema_with_blanks(branch | guided | defined) if '"$ref"' in rule else rule
                 if _FOREIGN_REF.search(rule):

@@ -136,6 +136,7 @@ def test_many_functions_between_tags_are_compiled() -> None:
     [
         ({"a": {"type": "string", "enum": 5}}, "an enum that lists values"),
         ({"a": {"type": "string", "enum": []}}, "an enum that lists values"),
+        ({"a": {"type": "string", "enum": None}}, "an enum that lists values"),
         ({"a": {"type": "string", "enum": ["x\n</parameter>\ny", "z"]}}, "an enum without"),
         ({"a": {"const": "x\0"}}, "an enum without"),
         ({"a>b": {"type": "integer"}}, "in their names"),
