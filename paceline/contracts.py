@@ -322,6 +322,8 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """Version of a class -> why this replica does not serve it."""
     engine: EngineFacts | None = None
     """None: a release that did not tell."""
+    target_version: str = ""
+    """Target that it serves; "" = a release that did not tell."""
 
 
 TIME_BOUNDS_S = tuple(float(f"{m}e{e}") for e in range(-4, 3) for m in (1, 2, 3, 5)) + (1000.0,)

@@ -47,6 +47,8 @@ class Feedback:
         self._sweep_due = 0.0
         self._began = books.clock.now()
         self._windows = WindowUnits()
+        self._strangers: set[str] = set()
+        """Replicas of another target that were told of."""
         self.lag: int | None = None
         """Entries that waited at the last look; None = unknown."""
 
@@ -138,12 +140,23 @@ class Feedback:
                 batch = self._decode(entry_id, fields)
                 if batch is None:
                     state.num_lost_entries += 1
-                elif self._is_new(batch):
+                elif self._is_own(batch) and self._is_new(batch):
                     self._fold(batch)
         except Exception:
             self.restart()  # those behind the one that failed were handed out, too
             raise
         return len(entries)
+
+    def _is_own(self, batch: FeedbackBatch) -> bool:
+        """Whether a batch is of this target; replicas of the one before it send theirs until they have drained."""
+        if self._lives.is_own_target(batch.target_version):
+            return True
+        if batch.replica_id not in self._strangers:
+            self._strangers.add(batch.replica_id)
+            self._books.note(
+                f"replica {batch.replica_id} serves target {batch.target_version}: its feedback does not count"
+            )
+        return False
 
     def _is_new(self, batch: FeedbackBatch) -> bool:
         state, now = self._books.state, self._books.clock.now()

@@ -285,6 +285,10 @@ class Lives:
             canary_percent=config.canary_percent, canary_bucket=scope, holdback_percent=self._holdback_percent,
         )  # fmt: skip
 
+    def is_own_target(self, target_version: str) -> bool:
+        """Whether what a replica tells is of the service's target."""
+        return self._around.is_own(target_version)
+
     def has_report(self, replica_id: str) -> bool:
         """Whether a replica reported lately."""
         return replica_id in self._around.latest
@@ -332,7 +336,7 @@ class Lives:
             look = self._taken[trial.version] = (self._around.num_looks, desired.gen)
             verdict = None
             if taken.get(trial.version) != look:
-                verdict = rollout.take_reports(trial, self._around.reports, desired)
+                verdict = rollout.take_reports(trial, self._around.own, desired)
             if is_read_up:
                 rollout.close_quiet(trial, self.config, now)
             verdict = verdict or rollout.judge(trial, self.config, now)
@@ -429,9 +433,9 @@ class Lives:
         swap, desired = self._state.swap, self._state.desired
         if swap is None or desired is None or self._books.pending.desired is not None:
             return
-        arrived = [r for r in self._around.reports if r.gen == desired.gen]
-        waiting = [r for r in self._around.reports if desired.gen not in (r.gen, r.failed_gen)]
-        if not is_superseded and now - swap.since < _SWAP_PATIENCE_S and (waiting or not self._around.reports):
+        arrived = [r for r in self._around.own if r.gen == desired.gen]
+        waiting = [r for r in self._around.own if desired.gen not in (r.gen, r.failed_gen)]
+        if not is_superseded and now - swap.since < _SWAP_PATIENCE_S and (waiting or not self._around.own):
             return
         self._state.swap = None
         seconds = 0.0
@@ -446,7 +450,7 @@ class Lives:
     def follow_reports(self, now: float) -> None:
         """Roll a live version back that a replica refused, and book what staging cost."""
         self._pass_generations(now)
-        for report in self._around.reports:
+        for report in self._around.own:
             self._take_refusal(report)
         self._note_refused(now)
         self.book_swap(now)
@@ -458,7 +462,7 @@ class Lives:
         snapshot file was some seconds old.
         """
         desired = self._state.desired
-        newest = max((r.gen for r in self._around.reports), default=0)
+        newest = max((r.gen for r in self._around.own), default=0)
         if desired is None or newest <= desired.gen or self._books.pending.desired is not None:
             return
         store = self._books.store
@@ -472,7 +476,7 @@ class Lives:
 
     def _note_refused(self, now: float) -> None:
         """Say once which versions of classes replicas do not serve; the live one serves there meanwhile."""
-        reports = self._around.reports
+        reports = self._around.own
         refused = {(r.replica_id, version): reason for r in reports for version, reason in r.refused.items()}
         for (replica, version), reason in sorted(refused.items()):
             if (replica, version) not in self._refused:

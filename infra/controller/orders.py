@@ -155,7 +155,7 @@ class Orders:
             versions=self._pool.servable(),
             job_running=state.pending is not None or state.rollout.canary is not None,
             frozen=state.rollout.frozen_buckets(now),
-            num_replicas=max(1, len(around.reports)),
+            num_replicas=max(1, len(around.own)),
             learned_rows=around.learned_rows,
             shadow=around.shadow,
             class_versions=desired.class_versions,

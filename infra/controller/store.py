@@ -16,7 +16,6 @@ than the log): it counts for nothing, and its number is given again.
 from __future__ import annotations
 
 import logging
-import re
 import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -43,7 +42,7 @@ from paceline.infra.state.desired import known_desired, queue_desired, queue_log
 from paceline.infra.state.formats import FORMAT, upgraded
 from paceline.infra.state.layout import DECISIONS, adopt_state, snapshot_name, unnamed_snapshot
 from paceline.infra.state.log import ErrorCount, LogFile, stream_newest_first
-from paceline.infra.state.redis_clients import FEEDBACK_GROUP, OUTAGE_ERRORS, Keys
+from paceline.infra.state.redis_clients import FEEDBACK_GROUP, OUTAGE_ERRORS, Keys, parse_epoch
 from paceline.infra.state.room import Room
 from paceline.machine import Clock
 
@@ -284,7 +283,7 @@ class ControllerStore:
             for _ in range(_MAX_TRIES):
                 try:
                     pipe.watch(self.keys.epoch, self.keys.log)
-                    number, owner = _parse_epoch(pipe.get(self.keys.epoch))  # type: ignore[arg-type]
+                    number, owner = parse_epoch(pipe.get(self.keys.epoch))  # type: ignore[arg-type]
                     if is_writing_back:
                         self._check_owner(number, owner)
                     epoch = max(number, at_least, self.epoch) + 1
@@ -461,7 +460,7 @@ class ControllerStore:
 
     def _has_happened(self, state: HostState, commit: Commit) -> bool:
         """Whether a commit whose reply was lost is in Redis; then it is taken over as written."""
-        self._check_owner(*_parse_epoch(self.client.get(self.keys.epoch)))  # type: ignore[arg-type]
+        self._check_owner(*parse_epoch(self.client.get(self.keys.epoch)))  # type: ignore[arg-type]
         written = read_state(self.client, self.keys)
         if written is None or written.commit <= state.commit:
             return False
@@ -475,7 +474,7 @@ class ControllerStore:
     def _execute(self, pipe: Pipeline, state: HostState, commit: Commit) -> None:
         keys = self.keys
         pipe.watch(keys.epoch, keys.desired, keys.log)
-        epoch, owner = _parse_epoch(pipe.get(keys.epoch))  # type: ignore[arg-type]
+        epoch, owner = parse_epoch(pipe.get(keys.epoch))  # type: ignore[arg-type]
         if not self._check_owner(epoch, owner):
             pipe.unwatch()
             self._write_back(state.epoch)
@@ -812,12 +811,6 @@ def _number(held: bytes | None, known: int) -> int:
         return min(msgspec.msgpack.decode(held, type=int), known) if held is not None else 0
     except msgspec.DecodeError:
         return known
-
-
-def _parse_epoch(value: bytes | None) -> tuple[int, str | None]:
-    """(epoch, its owner); (0, None) where there is none or it is damaged, which its owner repairs as a loss of data."""
-    found = re.fullmatch(rb"(\d{1,18}):(\w+)", value or b"")
-    return (0, None) if found is None else (int(found[1]), found[2].decode())
 
 
 def _with_version(history: list[str], desired: DesiredState | None) -> list[str]:

@@ -29,6 +29,9 @@ class Surroundings:
         self._target, self._trace = books.config.target_version, books.config.trace
         self._sweep_due = 0.0
         self.reports: list[ReplicaReport] = []
+        self.own: list[ReplicaReport] = []
+        """Those of this target. Replicas of the target before it follow the same record while they drain: that they refuse a
+        version says nothing of it."""
         self.latest: dict[str, ReplicaReport] = {}
         """Replica -> its report."""
         self.num_looks = 0
@@ -51,6 +54,7 @@ class Surroundings:
         except (OSError, PacelineError) as e:
             self._books.note_storage("trace store or registry cannot be read", e)
         self.reports = read_reports(self._books.store.client, self._books.store.keys)
+        self.own = [report for report in self.reports if self.is_own(report.target_version)]
         self.latest = {report.replica_id: report for report in self.reports}
         self.num_looks += 1
         for report in self.reports:
@@ -95,6 +99,10 @@ class Surroundings:
             state.seen_swaps[report.replica_id] = swapped
             state.swap_times = [*state.swap_times, report.ts][-_MAX_SWAPS:]
             state.swap_pauses_ms = [*state.swap_pauses_ms, report.swap_pause_ms[-1]][-_MAX_SWAPS:]
+
+    def is_own(self, target_version: str) -> bool:
+        """Whether what a replica tells is of this target; "" = not told."""
+        return "" in (self._target, target_version) or target_version == self._target
 
     def is_foreign(self, version: str) -> bool:
         """Whether a version is known to be for another target; what cannot be read is left to the replicas to refuse."""

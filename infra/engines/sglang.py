@@ -358,8 +358,9 @@ class SglangReplica:
             target=str(target), registry=registry, clock=clock,
         )  # fmt: skip
         self._start = lambda: start_agent(
-            self._driver, redis_url, keys, replica_id=self.replica_id, feedback=self._engine, clock=clock
-        )
+            self._driver, redis_url, keys, replica_id=self.replica_id, target_version=target_version, feedback=self._engine,
+            clock=clock,
+        )  # fmt: skip
 
     def start(self) -> SglangReplica:
         self._publisher.start()

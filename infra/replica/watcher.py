@@ -108,6 +108,7 @@ class ReplicaWatcher:
         drafters: Drafters,
         *,
         replica_id: str,
+        target_version: str = "",
         followers: Followers | None = None,
         feedback: Counted | None = None,
         deeds: Deeds | None = None,
@@ -117,7 +118,7 @@ class ReplicaWatcher:
         clock: Clock | None = None,
     ) -> None:
         self._client = producer_client(redis_url, timeout_s=1.0)
-        self._keys, self._replica_id = keys, replica_id
+        self._keys, self._replica_id, self._target_version = keys, replica_id, target_version
         self._drafters, self._followers, self._feedback, self._deeds = drafters, followers, feedback, deeds
         self._facts, self._poll_s, self._report_s = facts, poll_s, report_s
         self._clock = clock or SystemClock()
@@ -377,6 +378,7 @@ class ReplicaWatcher:
             staging_s=self.staging_s,
             counters=self._read_counters(),
             engine=self._facts,
+            target_version=self._target_version,
             ts=self._clock.now(),
         )
 

@@ -155,7 +155,7 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
         if needs_taps:
             assert config.redis_url is not None, "feedback is sent to it"
             watcher = start_agent(
-                driver, config.redis_url, keys, replica_id=replica_id, feedback=feedback, clock=clock,
+                driver, config.redis_url, keys, replica_id=replica_id, target_version=target.version, feedback=feedback, clock=clock,
                 deeds=None if spans is None else spans.deeds,
             )  # fmt: skip
             spec = controller_spec(config, target.version, first_version=slots.first_version, deployed_at=deployed_at)

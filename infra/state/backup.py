@@ -29,7 +29,7 @@ from rich.console import Console
 
 from paceline.errors import PacelineError
 from paceline.infra.state.layout import DECISIONS
-from paceline.infra.state.redis_clients import Keys, patient_client, redact
+from paceline.infra.state.redis_clients import Keys, parse_epoch, patient_client, redact
 from paceline.infra.state.redis_server import EmbeddedRedis
 from paceline.machine import SystemClock
 from paceline.paths import LEARNERS, REGISTRY, TRACES, check_private, keep_private, open_atomic, service_home
@@ -183,20 +183,23 @@ def run_restore(options: RestoreOptions, console: Console) -> Manifest:
         server = EmbeddedRedis(data_dir).start() if is_embedded else None
         try:
             url = options.redis_url or (server.url if server is not None else None)
-            held = _held_keys(url, Keys(manifest.model_name)) if url else []
+            keys = Keys(manifest.model_name)
+            held = _held_keys(url, keys) if url else []
             if (held or home.exists()) and not options.replace:
                 where = " and ".join([*([redact(str(url))] if held else []), *([str(home)] if home.exists() else [])])
                 raise PacelineError(
                     f"restore must not overwrite the state of service {manifest.model_name!r} in {where}; give --replace "
                     "to put it aside"
                 )
+            if url and held:
+                _fence(url, keys)
             if home.exists():
                 aside = home.with_name(f".{home.name}.before.{time.strftime('%Y%m%d-%H%M%S')}.{uuid.uuid4().hex[:4]}")
                 home.rename(aside)
                 console.print(f"the files of before are in {aside}", highlight=False, soft_wrap=True)
             part.rename(home)
             if url:
-                _delete(url, held)
+                _delete(url, [name for name in held if name != keys.epoch.encode()])
         finally:
             if server is not None:
                 server.stop()
@@ -275,6 +278,17 @@ def _held_keys(url: str, keys: Keys) -> list[bytes]:
             return found
     except RedisError as e:
         raise PacelineError(f"redis-url must name a reachable Redis, got {redact(url)}: {e}") from e
+
+
+def _fence(url: str, keys: Keys) -> None:
+    """Take the epoch from a controller that still lives, as one does for a while behind its replicas: to it, keys that are
+    gone would be a Redis that lost its data, and it would write its own back. The next start takes a higher one."""
+    try:
+        with patient_client(url) as client:
+            value: Any = client.get(keys.epoch)
+            client.set(keys.epoch, f"{parse_epoch(value)[0] + 1}:restore")
+    except RedisError as e:
+        raise PacelineError(f"redis-url must name a Redis that takes writes, got {redact(url)}: {e}") from e
 
 
 def _delete(url: str, names: list[bytes]) -> None:

@@ -7,6 +7,7 @@ read into a TimeoutError; hence two kinds of client with explicit settings.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -77,6 +78,12 @@ class Keys:
 
     def train_result(self, job_id: str) -> str:
         return f"{self.base}:train:result:{job_id}"
+
+
+def parse_epoch(value: bytes | None) -> tuple[int, str | None]:
+    """(epoch, its owner); (0, None) where there is none or it is damaged, which its owner repairs as a loss of data."""
+    found = re.fullmatch(rb"(\d{1,18}):(\w+)", value or b"")
+    return (0, None) if found is None else (int(found[1]), found[2].decode())
 
 
 def producer_client(url: str, *, timeout_s: float = 0.5) -> redis.Redis:

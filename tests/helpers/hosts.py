@@ -73,7 +73,7 @@ def run_canary(host: ControllerHost, fleet: FakeReplicas, wait_until: Callable[.
 
 def send(
     client: redis.Redis, keys: Keys, seq: int, rows: int = 3, *, boot: int = 1, dropped: int = 0, replica: str = "a",
-    keep_rows: bool = False,
+    keep_rows: bool = False, target: str = "t",
 ) -> bytes:  # fmt: skip
     """Put one feedback batch into the stream; returns its entry id."""
     batch = make_batch(
@@ -81,7 +81,7 @@ def send(
         replica_id=replica,
         boot_epoch=boot,
         seq=seq,
-        target_version="t",
+        target_version=target,
         num_dropped=dropped,
         keep_rows=keep_rows,
     )

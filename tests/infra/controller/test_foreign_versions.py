@@ -11,7 +11,7 @@ from paceline.contracts import ReplicaReport
 from paceline.errors import DrafterMismatchError, RequestError
 from paceline.infra.state.desired import commit_desired, ensure_first_version, read_desired, write_report
 from paceline.machine import ManualClock
-from tests.helpers.hosts import make_host, settle
+from tests.helpers.hosts import make_host, send, settle
 from tests.helpers.scripted import ProcessLauncher, decision
 
 
@@ -111,6 +111,29 @@ def test_a_refused_version_gives_way_to_an_own_one(host, client, keys, versions)
         swap_pause_ms=[], ts=1.0,
     )  # fmt: skip
     write_report(client, keys, report)
+    settle(host)
+    assert read_desired(client, keys).version == versions.first
+
+
+def test_replicas_of_the_target_before_neither_refuse_nor_teach(host, client, keys, versions):
+    host.session.orders.pin(versions.trained)
+    settle(host)
+    gen = read_desired(client, keys).gen
+    report = ReplicaReport(
+        replica_id="draining", gen=gen - 1, version=versions.theirs, slots={}, failed_gen=gen, swap_pause_ms=[], ts=1.0,
+        failed_reason=f"{versions.trained} was trained for target t, this target is other", target_version="other",
+    )  # fmt: skip
+    write_report(client, keys, report)
+    send(client, keys, 1, rows=3, replica="draining", target="other")
+    send(client, keys, 1, rows=2, replica="new")
+    settle(host)
+    assert read_desired(client, keys).version == versions.trained
+    assert host.session.state.num_rows == 2 and client.xlen(keys.feedback) == 0
+    shown = host.snapshot()
+    assert [r.replica_id for r in shown.replicas] == ["draining"], "it still serves its clients"
+    told = [v for _, v in client.xrange(keys.log) if b"serves target other" in v[b"v"]]
+    assert len(told) == 1
+    write_report(client, keys, msgspec.structs.replace(report, replica_id="own", target_version="t"))
     settle(host)
     assert read_desired(client, keys).version == versions.first
 

@@ -16,6 +16,7 @@ from paceline.adapt.online.learner_store import LearnerKey, LearnerStore
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.cli.main import app
 from paceline.contracts import ReplicaReport
+from paceline.errors import FencedError
 from paceline.infra.state import backup
 from paceline.infra.state.desired import ensure_first_version, read_desired, write_report
 from paceline.infra.state.redis_clients import Keys, patient_client
@@ -136,6 +137,24 @@ def test_a_backup_is_taken_while_the_service_runs(service, keys, tmp_path):
     assert (aside / "decisions.jsonl").is_file()
 
 
+def test_a_controller_that_outlives_its_replicas_does_not_undo_a_restore(service, shared_redis, client, keys, tmp_path):
+    out, there = save(service, keys, tmp_path), tmp_path / "there"
+    words = ("restore", out, "--data-dir", there, "--redis-url", shared_redis.url)
+    run(*words)
+    old = restored(shared_redis, keys, there)
+    old.session.orders.pin("v3")
+    settle(old)
+    run(*words, "--replace")
+    with pytest.raises(FencedError):
+        settle(old)
+    assert not client.exists(keys.state, keys.desired, keys.decisions)
+    new = restored(shared_redis, keys, there)
+    assert new.session.state.desired.version == "v2"
+    with pytest.raises(FencedError):
+        settle(old)
+    new.stop()
+
+
 def test_what_there_is_is_not_overwritten_without_a_word(service, keys, tmp_path):
     data_dir, _, known = service
     out = save(service, keys, tmp_path)
@@ -164,7 +183,7 @@ def test_a_running_service_with_a_redis_of_its_own_is_not_restored_over(service,
     client.set(keys.state + ":kept", b"x")
     client.set(keys.base + "2", b"another service's")
     run(*words)
-    assert service_home(there, keys.model).is_dir() and client.keys(f"{keys.base}:*") == []
+    assert service_home(there, keys.model).is_dir() and client.keys(f"{keys.base}:*") == [keys.epoch.encode()]
     assert client.get(keys.base + "2") == b"another service's"
     client.delete(keys.base + "2")
 
