@@ -108,7 +108,7 @@ class Service:
 def build(args: Mapping[str, Any]) -> Application:
     """The Serve application for the plain values of a ServiceConfig: `import_path: paceline.infra.app:build`.
 
-    Raises: ConfigError on an unknown key. Without redis_url (or PACELINE_REDIS_URL) replicas serve their first drafter and nothing adapts.
+    Raises: ConfigError on an unknown key, and on a certificate, which Serve's proxies would not see. Without redis_url (or PACELINE_REDIS_URL) replicas serve their first drafter and nothing adapts.
     """
     given = build_record(ServiceConfig, dict(args))
     if shown := [name for name in VARIABLES if _is_secret(getattr(given, name))]:
@@ -118,6 +118,10 @@ def build(args: Mapping[str, Any]) -> Application:
             " and ".join(shown), " and ".join(VARIABLES[name] for name in shown),
         )  # fmt: skip
     config = with_environment(given)
+    if config.tls_cert is not None:
+        raise ConfigError(
+            "tls_cert must not stand in args: the proxies of `serve deploy` take it from http_options, as ssl_certfile and ssl_keyfile"
+        )
     if config.num_replicas == 1:
         log.warning(
             "num_replicas is 1: a redeployment stops the replica before the new one starts, and until that has loaded clients "

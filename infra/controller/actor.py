@@ -38,6 +38,8 @@ COMMAND_TIMEOUT_S = 15.0
 SNAPSHOT_WAIT_S = 0.6
 """For a snapshot made after it was asked for: the loop waits 0.25 s for feedback, and a scrape waits 0.8 s in all."""
 ROLE_LABEL, TRAIN_ROLE = "paceline/role", "train"
+KEEPS_SERVING = {ROLE_LABEL: f"!{TRAIN_ROLE}"}
+"""Label selector of what must outlive trainers, whose nodes may be spot machines that come and go with jobs."""
 """Label of a node, and its value where training jobs run (ray_cluster.yaml)."""
 APPLICATION_CHECK_S = 10.0
 APPLICATION_CHECKS = 3
@@ -258,7 +260,7 @@ def ensure_controller(spec: ControllerSpec) -> Any:
         lifetime="detached",
         get_if_exists=True,
         max_concurrency=32,
-        label_selector={ROLE_LABEL: f"!{TRAIN_ROLE}"},
+        label_selector=KEEPS_SERVING,
     )
     last: Exception | str = "others keep replacing it"
     for _ in range(_MAX_TRIES):

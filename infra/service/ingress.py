@@ -22,6 +22,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from paceline.config import ServiceConfig
 from paceline.contracts import HttpMeters
 from paceline.errors import CapacityError, EngineStoppedError
+from paceline.infra.controller.actor import KEEPS_SERVING
 from paceline.infra.replica.exchange import INGRESS, NumbersExchange, ReplicaNumbers
 from paceline.infra.replica.late_timers import StepWatch
 from paceline.infra.replica.span_target import SpanTarget
@@ -227,7 +228,8 @@ def bind_resuming(
         serve.ingress()(ResumeIngress), "ingress", limits, num_replicas=config.ingress.num_replicas,
         # a proxy may send one ingress everything that all engines hold
         max_ongoing_requests=limits.max_ongoing_requests * limits.max_replicas + 64,
-        max_surge_percent=100, ray_actor_options={"num_cpus": INGRESS_CPUS, "num_gpus": 0},
+        max_surge_percent=100,
+        ray_actor_options={"num_cpus": INGRESS_CPUS, "num_gpus": 0, "label_selector": KEEPS_SERVING},
     ).bind(engine, ingress_values)  # fmt: skip
 
 

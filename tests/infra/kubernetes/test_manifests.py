@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
+import redis
 import yaml
 from ray.autoscaler._private.kuberay import autoscaling_config
-from ray.dashboard.modules.reporter import healthz_agent
 from ray.serve.schema import ServeDeploySchema
 
 from paceline.adapt.online.task import task_options
 from paceline.config import VARIABLES, ServiceConfig
 from paceline.infra.app import SERVE_SETTINGS, build
 from paceline.infra.controller.actor import ROLE_LABEL, TRAIN_ROLE
+from paceline.infra.state.redis_server import find_redis_binary
+from paceline.machine import free_port
 from paceline.records import build as build_record
 from tests.helpers.kubernetes import VERSIONS, environments, faults, groups_of
 
@@ -238,12 +243,12 @@ def test_every_pod_mounts_the_shared_folder_that_the_service_writes_to() -> None
 
 
 def test_probes_ask_for_what_is_there() -> None:
-    serve, train = (PODS[g]["containers"][0]["readinessProbe"]["httpGet"] for g in ("serve", "train"))
+    serve = PODS["serve"]["containers"][0]["readinessProbe"]["httpGet"]
     ports = {p["name"]: p["containerPort"] for p in PODS["serve"]["containers"][0]["ports"]}
     assert serve["port"] == ports["serve"] == SERVE["http_options"]["port"]
     assert serve["path"] == "/-/healthz" and SERVE["http_options"]["host"] == "0.0.0.0"
-    source = Path(healthz_agent.__file__).read_text(encoding="utf-8")
-    assert f'"{train["path"]}"' in source, "the route of Ray's agent"
+    # KubeRay labels every worker for the Service that clients use; its own probe keeps trainers, without a proxy, out of it
+    assert "readinessProbe" not in PODS["train"]["containers"][0]
     for name in GROUPS:
         ports = {p["name"]: p["containerPort"] for p in PODS[name]["containers"][0]["ports"]}
         assert GROUPS[name]["rayStartParams"]["metrics-export-port"] == str(ports["metrics"])
@@ -267,16 +272,52 @@ def test_gcs_has_a_redis_of_its_own_and_both_addresses_lead_to_one() -> None:
         )
 
 
+@pytest.mark.parametrize("name", ["redis", "gcs-redis"])
+def test_redis_is_the_process_that_the_pod_ends_and_no_argument_has_its_password(
+    name: str, tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    container = PODS[name]["containers"][0]
+    mounts = {m["mountPath"] for m in container["volumeMounts"]}
+    assert mounts == {"/data", "/conf"}
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "redis-server").symlink_to(find_redis_binary())
+    *shell, command = container["command"]
+    for mount in mounts:
+        command = re.sub(rf"{mount}\b", str(tmp_path / mount[1:]), command)
+    (tmp_path / "data").mkdir()
+    port = free_port()
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "REDIS_PASSWORD": "of-the-secret"}
+    with subprocess.Popen([*shell, f"{command} --port {port}"], env=environment, stdout=subprocess.DEVNULL) as server:
+        client = redis.Redis(port=port, password="of-the-secret")
+        wait_until(lambda: _answers(client))
+        assert "of-the-secret" not in " ".join(psutil.Process(server.pid).cmdline())
+        assert client.config_get("appendonly") == {"appendonly": "yes"}
+        client.close()
+        server.terminate()
+        assert server.wait(10) == 0, "it ends by itself, not killed when its time is up"
+
+
+def _answers(client: redis.Redis) -> bool:
+    try:
+        return bool(client.ping())
+    except redis.ConnectionError:
+        return False
+
+
 def test_budgets_select_the_pods_that_they_are_for() -> None:
     # KubeRay gives pods what their group has for Ray's node, too
     labels = {name: {**g["template"]["metadata"]["labels"], **g.get("labels", {})} for name, g in GROUPS.items()}
     serve = MANIFESTS["budget-serve"]["spec"]["selector"]["matchLabels"]
     assert [name for name, own in labels.items() if serve.items() <= own.items()] == ["serve"]
-    (single,) = MANIFESTS["budget-single"]["spec"]["selector"]["matchExpressions"]
+    single = MANIFESTS["budget-single"]["spec"]["selector"]["matchLabels"]
     for n in ("gcs-redis", "redis"):
         labels[n] = MANIFESTS[n]["spec"]["template"]["metadata"]["labels"]
-    chosen = {own[single["key"]] for own in labels.values() if own.get(single["key"]) in single["values"]}
-    assert chosen == set(single["values"]) and single["operator"] == "In"
+    assert {name for name, own in labels.items() if single.items() <= own.items()} == {"head", "redis", "gcs-redis"}
+    # Kubernetes asks the owner for its scale where maxUnavailable is above 0, and a RayCluster has none
+    assert "maxUnavailable" not in MANIFESTS["budget-serve"]["spec"]
+    assert not any("app.kubernetes.io/name" in g["template"]["metadata"]["labels"] for g in GROUPS.values()), (
+        "the operator's own Services select by the name that it gives"
+    )
 
 
 def test_an_upgrade_leaves_streams_their_time() -> None:

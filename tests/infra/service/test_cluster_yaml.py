@@ -88,10 +88,13 @@ def test_serve_config_args_are_a_service_config() -> None:
     config = build_record(ServiceConfig, app["args"])
     assert app["import_path"] == "paceline.infra.app:build"
     assert not {"num_replicas", "autoscaling_config"} & set(app["deployments"][0]), "they are said once, in args"
-    limit = app["deployments"][0]["max_ongoing_requests"]
+    assert "max_ongoing_requests" not in app["deployments"][0], "it follows from the engine's limits"
+    limit = build({**app["args"], "redis_url": None})._bound_deployment._deployment_config.max_ongoing_requests
     assert limit >= config.engine.max_running + config.engine.max_waiting
     with pytest.raises(ConfigError, match="modle"):
         build({**app["args"], "modle": "x"})
+    with pytest.raises(ConfigError, match="http_options, as ssl_certfile"):
+        build({**app["args"], "tls_cert": "/c.pem", "tls_key": "/k.pem"})
 
 
 def test_secrets_reach_the_replicas_without_standing_in_the_file(tmp_path: Path, monkeypatch) -> None:
