@@ -37,7 +37,7 @@ replica that is gone leaves within 15 s. Without Redis, or while it is away, an 
 Scrape the service's one address. Feedback and trace metrics exist where there is a Redis and a trainable drafter.
 `stream` is `true` or `false`; histograms have the
 cells 1, 2, 3, 5 of each decade from 0.1 ms to 1,000 s. What Serve's own proxy refuses is in Ray's metrics
-(`ray_serve_num_http_error_requests_total`), not here.
+(`ray_serve_num_http_error_requests_total`), what its guard answers in none.
 """
 INGRESS = """
 ## Of every ingress

@@ -29,6 +29,7 @@ FUNCTIONS = {
     "rate",
     "increase",
     "delta",
+    "last_over_time",
     "min_over_time",
     "label_values",
 }
