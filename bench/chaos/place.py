@@ -260,9 +260,11 @@ class Place:
         """Files that there is no reason to delete: versions that may be asked for, and traces that are far from their limit."""
         versions = [self.publisher.first, *self.sound]
         found = {path for v in versions for path in (self.publisher.manifest_path(v), self.publisher.blob(v))}
-        traces = self.trace_files()
-        num_bytes = sum(path.stat().st_size for path in traces)
-        return found | set(traces) if num_bytes < self._given.trace.max_bytes / 2 else found
+        traces = {}
+        for path in self.trace_files():
+            with contextlib.suppress(FileNotFoundError):  # its time was up
+                traces[path] = path.stat().st_size
+        return found | set(traces) if sum(traces.values()) < self._given.trace.max_bytes / 2 else found
 
     @contextmanager
     def stopped(self, processes: Sequence[psutil.Process]) -> Iterator[None]:

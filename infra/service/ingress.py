@@ -31,6 +31,7 @@ from paceline.infra.resume.relay import answer_http, relay_router
 from paceline.infra.resume.stream import EngineFacts, decode_facts, encode, stream_events
 from paceline.infra.service.claim import claim, own_application
 from paceline.infra.service.deployment import DeploymentLimits, RunningReplica, bind_engine, close_grpc_port, deployment
+from paceline.infra.service.presence import Presence
 from paceline.infra.service.stores import StorePaths
 from paceline.infra.state.log import configure_logging
 from paceline.infra.state.redis_clients import Keys
@@ -136,6 +137,7 @@ class ResumeIngress:
         self._spans = None if target is None else target.open(replica_id)
         self._closers: list[Callable[[], None]] = [] if self._spans is None else [self._spans.close]
         self._engines = engines
+        Presence().start()  # has this process told of engines whatever happens to Serve's controller
         streams = engines.options(stream=True)
         self._generate, self._http = streams.generate, streams.http
         facts = None

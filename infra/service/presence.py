@@ -1,7 +1,11 @@
-"""Presence: which services have no replica at all that takes requests, asked of Serve's controller twice a second while requests come.
+"""Presence: what Serve's controller says of replicas, asked twice a second while requests come, where Serve's own news fall short.
 
 Serve's proxy lets a request wait for a replica as long as it takes one to start, which is minutes for a large target. So it is
 while the only replica is replaced (`max_surge_percent` 0: its devices must be free first), or starts again after a crash.
+
+Processes that call replicas wait for news of them in one call to Serve's controller (LongPollClient), made anew behind each
+answer. Where that call ends by an error or never does, as it may when the controller dies, Ray's code never asks again, and the
+process never learns of a replica that started since (https://github.com/ray-project/ray/issues/63784).
 """
 
 from __future__ import annotations
@@ -9,16 +13,20 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
+from typing import Any
 
 import ray
+from ray.exceptions import RayTaskError
 from ray.serve._private.common import ReplicaState
+from ray.serve._private.long_poll import LongPollClient, LongPollNamespace
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeInstanceDetails
 
 log = logging.getLogger(__name__)
 
-ENGINE = "engine"
-"""Name of the deployment that makes text."""
+ENGINE, INGRESS = "engine", "ingress"
+"""Names of the deployment that makes text, and of the one before it where answers outlive their replica."""
 EVERY_S = 0.5
 QUIET_EVERY_S = 4.0
 """Where no request has come for QUIET_AFTER_S: to ask costs both sides 12 ms of a core, 2.5% of one at twice a second."""
@@ -27,24 +35,99 @@ _SERVING = (ReplicaState.RUNNING, ReplicaState.UPDATING, ReplicaState.PENDING_MI
 """RECOVERING: a new controller of Serve has not heard of it yet, and the proxies know it still."""
 
 
-def routes() -> dict[str, bool]:
-    """Route of every application -> whether it has an engine and none of its replicas takes requests."""
+UNTOLD_S = 5.0
+"""How long a replica that runs may be unknown here before news are asked for anew; they take well below a second."""
+_RETRY_S = 1.0
+
+
+def details() -> ServeInstanceDetails | None:
+    """What Serve's controller says; None: there is none."""
     client = _get_global_client(raise_if_no_controller_running=False) if ray.is_initialized() else None
-    if client is None:
-        return {}
-    applications = ServeInstanceDetails(**client.get_serve_details()).applications.values()
+    return None if client is None else ServeInstanceDetails(**client.get_serve_details())
+
+
+def routes(found: ServeInstanceDetails) -> dict[str, bool]:
+    """Route of every application -> whether it has an engine and no replica takes its requests: an ingress' where there is one,
+    for that one lets them wait for an engine."""
     return {
         app.route_prefix.rstrip("/"): ENGINE in app.deployments
-        and not any(replica.state in _SERVING for replica in app.deployments[ENGINE].replicas)
-        for app in applications
+        and not any(
+            r.state in _SERVING for r in app.deployments[INGRESS if INGRESS in app.deployments else ENGINE].replicas
+        )
+        for app in found.applications.values()
         if app.route_prefix is not None
     }
 
 
-class Presence:
-    """The latest answer of `routes`."""
+class Listening:
+    """Has this process listen to Serve's controller whatever happens to a call; one a process."""
 
     def __init__(self) -> None:
+        self._clients: weakref.WeakSet[LongPollClient] = weakref.WeakSet()
+        self._told: dict[tuple[str, str], set[str]] = {}
+        """(application, deployment) that this process listens for -> its replicas by the latest news."""
+        self._untold_since: dict[str, float] = {}
+        """Replica that runs and is not among them -> s of the steady clock."""
+
+    def start(self) -> Listening:
+        """Take the place of what Ray's clients do behind an answer."""
+        process, clients = LongPollClient._process_update, self._clients
+
+        def poll_next(client: LongPollClient) -> None:
+            if client.is_running:
+                clients.add(client)
+                client._callbacks_processed_count = 0
+                client._current_ref = ref = client.host_actor.listen_for_change.remote(client.snapshot_ids)
+                # a call that was given up may still be answered
+                ref._on_completed(
+                    lambda updates: client._process_update(updates) if client._current_ref is ref else None
+                )
+
+        def process_update(client: LongPollClient, updates: Any) -> None:
+            if isinstance(updates, Exception) and not isinstance(updates, RayTaskError):
+                log.info("Serve's controller gave no news of replicas, it is asked again: %s", type(updates).__name__)
+                if client.is_running and client.event_loop.is_running():
+                    client.event_loop.call_soon_threadsafe(client.event_loop.call_later, _RETRY_S, _ask_anew, client)
+                return
+            for key, update in updates.items() if isinstance(updates, dict) else ():
+                if isinstance(key, tuple) and key[0] == LongPollNamespace.DEPLOYMENT_TARGETS:
+                    news = update.object_snapshot.running_replicas
+                    self._told[(key[1].app_name, key[1].name)] = {r.replica_id.unique_id for r in news}
+            process(client, updates)
+
+        LongPollClient._poll_next, LongPollClient._process_update = poll_next, process_update  # type: ignore[method-assign]
+        return self
+
+    def look(self, found: ServeInstanceDetails) -> None:
+        """Ask for news anew where a replica runs that this process was not told of."""
+        now, untold = time.monotonic(), {}
+        for (application, deployment), told in list(self._told.items()):
+            app = found.applications.get(application)
+            replicas = app.deployments[deployment].replicas if app is not None and deployment in app.deployments else ()
+            for name in {r.replica_id for r in replicas if r.state == ReplicaState.RUNNING} - told:
+                untold[name] = self._untold_since.get(name, now)
+        late = sorted(name for name, since in untold.items() if now - since >= UNTOLD_S)
+        self._untold_since = {name: now if name in late else since for name, since in untold.items()}
+        if late:
+            log.warning(
+                "replicas %s run, and this process was not told: it asks Serve's controller anew", ", ".join(late)
+            )
+            for client in list(self._clients):
+                if client.event_loop.is_running():
+                    client.event_loop.call_soon_threadsafe(_ask_anew, client)
+
+
+def _ask_anew(client: LongPollClient) -> None:
+    """Have a client ask for all that there is, in its event loop."""
+    client.snapshot_ids.update(dict.fromkeys(client.snapshot_ids, -1))
+    client._poll_next()
+
+
+class Presence:
+    """The latest answer of `routes`, and a process that is told of replicas."""
+
+    def __init__(self) -> None:
+        self._listening = Listening()
         self._routes: dict[str, bool] = {}
         self._wanted_s = self._looked_s = time.monotonic()
         self._wake = threading.Event()
@@ -59,6 +142,7 @@ class Presence:
 
     def start(self) -> Presence:
         """Ask in a thread for as long as the process lives."""
+        self._listening.start()
         threading.Thread(target=self._run, name="presence", daemon=True).start()
         return self
 
@@ -69,7 +153,10 @@ class Presence:
             self._wake.clear()
             self._looked_s = time.monotonic()
             try:
-                found = routes()
+                now = details()
+                found = {} if now is None else routes(now)
+                if now is not None:
+                    self._listening.look(now)
             except Exception as e:  # Serve's controller is coming back: replicas that run go on
                 log.debug("Serve does not say what runs: %s", e)
                 found = {}

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from ray.serve._private.common import ReplicaState
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RaySystemError
+from ray.serve._private.common import DeploymentID, ReplicaID, ReplicaState
+from ray.serve._private.long_poll import LongPollClient, LongPollNamespace, UpdatedObject
 
 from paceline.infra.service import presence
 
@@ -16,17 +21,17 @@ GONE = {ReplicaState.STARTING, ReplicaState.STOPPING, ReplicaState.STOPPED}
 
 @pytest.mark.parametrize("state", ReplicaState)
 def test_requests_are_refused_while_no_replica_may_take_one(
-    monkeypatch: pytest.MonkeyPatch, state: ReplicaState
+    state: ReplicaState,
 ) -> None:
     engine = SimpleNamespace(replicas=[SimpleNamespace(state=ReplicaState.STOPPING), SimpleNamespace(state=state)])
     other = SimpleNamespace(route_prefix="/other", deployments={"front": SimpleNamespace(replicas=[])})
     found = {"mine": SimpleNamespace(route_prefix="/", deployments={"engine": engine}), "other": other}
-    monkeypatch.setattr(presence.ray, "is_initialized", lambda: True)
-    client = SimpleNamespace(get_serve_details=dict)
-    monkeypatch.setattr(presence, "_get_global_client", lambda **_: client)
-    monkeypatch.setattr(presence, "ServeInstanceDetails", lambda **_: SimpleNamespace(applications=found))
     # a controller of Serve that has just come back calls those that run RECOVERING
-    assert presence.routes() == {"": state in GONE, "/other": False}
+    assert presence.routes(SimpleNamespace(applications=found)) == {"": state in GONE, "/other": False}
+    found["mine"].deployments["ingress"] = SimpleNamespace(replicas=[SimpleNamespace(state=ReplicaState.RUNNING)])
+    assert presence.routes(SimpleNamespace(applications=found))[""] is False, "an ingress lets its clients wait"
+    found["mine"].deployments["ingress"].replicas[0].state = state
+    assert presence.routes(SimpleNamespace(applications=found))[""] == (state in GONE)
 
 
 def test_it_asks_often_while_requests_come_and_at_once_behind_a_quiet_time(
@@ -34,11 +39,12 @@ def test_it_asks_often_while_requests_come_and_at_once_behind_a_quiet_time(
 ) -> None:
     looks: list[float] = []
 
-    def routes() -> dict[str, bool]:
+    def routes(_: Any) -> dict[str, bool]:
         looks.append(time.monotonic())
         return {"": True}
 
     monkeypatch.setattr(presence, "routes", routes)
+    monkeypatch.setattr(presence, "details", lambda: SimpleNamespace(applications={}))
     for name, seconds in (("EVERY_S", 0.02), ("QUIET_EVERY_S", 600.0), ("QUIET_AFTER_S", 0.5)):
         monkeypatch.setattr(presence, name, seconds)
     found = presence.Presence().start()
@@ -49,3 +55,99 @@ def test_it_asks_often_while_requests_come_and_at_once_behind_a_quiet_time(
     assert len(looks) == num
     found.is_gone("/v1/models")
     wait_until(lambda: len(looks) > num + 3)
+
+
+class Host:
+    """Serve's controller, as a client of it sees it: calls that wait until they are answered."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[Any, int]] = []
+        self.answers: list[Callable[[Any], None]] = []
+        self.listen_for_change = self
+
+    def remote(self, snapshot_ids: dict[Any, int]) -> Any:
+        self.calls.append(dict(snapshot_ids))
+        return SimpleNamespace(_on_completed=self.answers.append)
+
+
+@pytest.fixture
+def loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+@pytest.fixture
+def listening(monkeypatch: pytest.MonkeyPatch) -> presence.Listening:
+    for name in ("_poll_next", "_process_update"):
+        monkeypatch.setattr(LongPollClient, name, getattr(LongPollClient, name))  # put back behind the test
+    return presence.Listening().start()
+
+
+MINE = DeploymentID(name="engine", app_name="mine")
+KEY = (LongPollNamespace.DEPLOYMENT_TARGETS, MINE)
+
+
+def news(*names: str, number: int = 7) -> dict[Any, UpdatedObject]:
+    replicas = [SimpleNamespace(replica_id=ReplicaID(name, deployment_id=MINE)) for name in names]
+    return {KEY: UpdatedObject(SimpleNamespace(running_replicas=replicas), number, time.time())}
+
+
+def runs(*names: str) -> Any:
+    replicas = [SimpleNamespace(replica_id=name, state=ReplicaState.RUNNING) for name in names]
+    deployments = {"engine": SimpleNamespace(replicas=replicas)}
+    return SimpleNamespace(applications={"mine": SimpleNamespace(deployments=deployments)})
+
+
+@pytest.mark.parametrize(
+    "lost", [ActorUnavailableError("away", b"0" * 16), ActorDiedError(), ConnectionError(), RaySystemError("?")]
+)
+def test_a_process_asks_again_whatever_becomes_of_a_call(
+    listening: presence.Listening, loop: Any, lost: Exception, monkeypatch: pytest.MonkeyPatch,
+    wait_until: Callable[..., None],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(presence, "_RETRY_S", 0.01)
+    host, told = Host(), []
+    client = LongPollClient(host, {KEY: told.append}, loop, "test")
+    wait_until(lambda: len(host.answers) == 1)
+    host.answers[0](news("a"))
+    wait_until(lambda: len(host.answers) == 2)
+    assert host.calls[1] == {KEY: 7}
+    host.answers[1](lost)
+    wait_until(lambda: len(host.answers) == 3)
+    assert host.calls[2] == {KEY: -1}, "another controller may count from anywhere"
+    host.answers[2](news("b"))
+    wait_until(lambda: len(told) == 2 and len(host.answers) == 4)
+    client.stop()
+    host.answers[3](lost)
+    time.sleep(0.1)
+    assert len(host.answers) == 4
+
+
+def test_a_process_that_was_not_told_of_a_replica_asks_anew(
+    listening: presence.Listening, loop: Any, monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None]
+) -> None:
+    monkeypatch.setattr(presence, "UNTOLD_S", 0.2)
+    host, told = Host(), []
+    client = LongPollClient(host, {KEY: told.append}, loop, "test")
+    wait_until(lambda: len(host.answers) == 1)
+    listening.look(runs("a"))
+    host.answers[0](news("a"))
+    wait_until(lambda: len(host.answers) == 2)  # the call that never ends
+    for _ in range(4):
+        listening.look(runs("a"))
+        time.sleep(0.1)
+    assert len(host.answers) == 2
+    wait_until(lambda: listening.look(runs("a", "b")) or len(host.answers) == 3)
+    assert host.calls[2] == {KEY: -1}
+    host.answers[2](news("a", "b"))
+    wait_until(lambda: len(host.answers) == 4)
+    host.answers[1](news("a", number=9))  # late, and of before
+    listening.look(runs("a", "b"))
+    time.sleep(0.3)
+    listening.look(runs("a", "b"))
+    assert len(host.answers) == 4 and len(told) == 2 and client.is_running
