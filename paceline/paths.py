@@ -209,9 +209,9 @@ def check_output(path: Path | None, option: str) -> Path | None:
         return None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
+        if path.is_file() or path.is_dir():  # a pipe would wait for its reader
             path.open("a").close()
-        else:  # by another name: a reader that waits for this one must not find it empty
+        elif not path.exists():  # by another name: a reader that waits for this one must not find it empty
             probe = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
             probe.open("x").close()
             probe.unlink()
@@ -256,9 +256,15 @@ def check_private(folder: Path, option: str) -> None:
 def open_atomic(path: str | Path) -> Iterator[BinaryIO]:
     """A binary file that takes the place of `path` when the block ends without an error: complete and durable, or not at all.
 
-    Makes the folder. Readers and a crash see the file before or the file after, never a part. Raises: OSError.
+    Makes the folder. Readers and a crash see the file before or the file after, never a part. A link stays one; what is no
+    file, as a pipe or /dev/stdout, is written to as it goes. Raises: OSError.
     """
     path = Path(path)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        with path.open("wb") as stream:
+            yield stream
+        return
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import subprocess
+from pathlib import Path
+
 import pytest
 
+from paceline.cli import main
 from paceline.errors import ConfigError
-from paceline.paths import check_folder, check_private, open_atomic, open_folder, write_atomic
+from paceline.paths import check_folder, check_output, check_private, open_atomic, open_folder, write_atomic
 
 
 def test_text_and_bytes_replace_the_file_and_make_its_folder(tmp_path):
@@ -23,6 +29,24 @@ def test_a_failed_write_leaves_the_file_before_and_no_half_one(tmp_path):
         file.write(b"half")
         raise ZeroDivisionError
     assert path.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_link_stays_one_and_what_is_no_file_is_written_to_as_it_goes(tmp_path):
+    (tmp_path / "real").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("real")
+    write_atomic(tmp_path / "link", b"new")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_bytes() == b"new"
+    (tmp_path / "absent").symlink_to(tmp_path / "deep" / "made")
+    write_atomic(tmp_path / "absent", b"new")
+    assert (tmp_path / "deep" / "made").read_bytes() == b"new"
+    os.mkfifo(tmp_path / "pipe")
+    assert check_output(tmp_path / "pipe", "json") == tmp_path / "pipe"
+    with subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE) as reader:
+        write_atomic(tmp_path / "pipe", b"through")
+        assert reader.communicate()[0] == b"through"
+    assert (tmp_path / "pipe").is_fifo()
+    write_atomic("/dev/null", b"nothing")
+    assert Path("/dev/null").is_char_device()
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
@@ -77,3 +101,13 @@ def test_a_private_folder_that_cannot_be_made_or_written_is_refused(tmp_path):
             check_private(folder, "data-dir")
     check_private(tmp_path / "new", "data-dir")
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_full_disk_is_one_sentence_of_the_command_line(monkeypatch, capsys):
+    def fill() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(main, "app", fill)
+    with pytest.raises(SystemExit, match="2"):
+        main.main()
+    assert capsys.readouterr().err == "error: a file could not be written: No space left on device\n"

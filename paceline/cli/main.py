@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import TYPE_CHECKING, Annotated
 
@@ -144,14 +145,19 @@ def purge_traces(options: PurgeOptions, console: Console) -> None:
 add_training(app)
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Of writing, which names no file."""
+
+
 def main() -> None:
     """Run the command line; an error made on purpose, or of a file, becomes one sentence and exit code 2."""
     try:
         app()
     except (PacelineError, OSError) as e:
-        if isinstance(e, OSError) and e.filename is None:
+        if isinstance(e, OSError) and e.filename is None and e.errno not in _FULL:
             raise
-        words = f"{e.filename}: {e.strerror}" if isinstance(e, OSError) else str(e)
+        where = getattr(e, "filename", None) or "a file could not be written"
+        words = f"{where}: {e.strerror}" if isinstance(e, OSError) else str(e)
         Console(stderr=True).print("[red]error:[/red]", escape(words), highlight=False, soft_wrap=True)
         sys.exit(2)
 
