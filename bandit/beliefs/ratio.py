@@ -48,6 +48,12 @@ class RatioSums(msgspec.Struct):
         self.xx *= factor
         self.xy *= factor
 
+    def scaled(self, factor: float) -> RatioSums:
+        """These units, their y multiplied by `factor`."""
+        return RatioSums(
+            n=self.n, y=factor * self.y, x=self.x, yy=factor * factor * self.yy, xx=self.xx, xy=factor * self.xy
+        )
+
     def ratio(self) -> float | None:
         """sum(y) / sum(x), None without data."""
         return self.y / self.x if self.x > 0 else None

@@ -8,10 +8,12 @@ from typing import Any
 
 from paceline.bandit.beliefs.belief import ACTIVE_SHARE, STEADY, BucketBelief, BucketMeter, epoch_weight
 from paceline.bandit.beliefs.gain_model import further_share
+from paceline.bandit.beliefs.interference import Slowdown
 from paceline.bandit.beliefs.observation import BucketObservation, HostContext, close
 from paceline.bandit.beliefs.recall import MANIFEST_REQUESTS, SCORE_SD
 from paceline.bandit.beliefs.regime import BucketRegime, MixRegime
 from paceline.bandit.controller.state import ControllerState
+from paceline.bandit.ledger.savings import Booking
 from paceline.bandit.policies.pricing import headroom_of
 from paceline.config import PolicyConfig
 from paceline.contracts import Group
@@ -40,7 +42,7 @@ def close_epoch(state: ControllerState, now: float, context: HostContext, bank_i
     written = {**context.rows, **context.rows_written}
     alarms = [name for name, seen in state.latest.items() if _has_drifted(state, seen, start)]
     for name in alarms:
-        _forget_bucket(state, name, start)
+        _forget_bucket(state, name, start, now)
     if state.regime is None:
         state.regime = MixRegime(start)
     if alarms:
@@ -52,15 +54,19 @@ def close_epoch(state: ControllerState, now: float, context: HostContext, bank_i
         scale = state.total_load / total_load if state.total_load is not None and total_load > 0 else 1.0
         for name, meter in state.meters.items():
             meter.load = scale * state.latest[name].load(Group.ADAPTIVE) if name in state.latest else 0.0
+    slowdown = state.interference.close()
+    lost_s = slowdown.seconds if slowdown is not None and served_s > 0 else 0.0
+    undisturbed = 1.0 - min(max(lost_s / served_s, 0.0), 0.99) if lost_s else 1.0
     for name, seen in state.latest.items():
         state.table.observe(seen)
-        _book_savings(state, name, seen, now, context.first_version)
+        for booking in state.savings.close(seen, context.first_version, undisturbed):
+            _book_saving(state, booking, f"e{state.epoch}:{name}:{booking.version}", now)
     for name, by_version in context.shadow.items():
         if name in drifted_buckets(state):
             continue  # replays of a text that is gone
         for version, length in by_version.items():
             state.table.fill_shadow(name, version, length)
-    _book_interference(state, start, now)
+    _book_interference(state, slowdown, start, now)
     state.rows_written = written
     state.epoch_start = now
     return alarms
@@ -121,12 +127,13 @@ def part_bucket(state: ControllerState, name: str, whole: str, now: float, num_r
             rows[name] = rows[whole]
 
 
-def _forget_bucket(state: ControllerState, name: str, start: float) -> None:
+def _forget_bucket(state: ControllerState, name: str, start: float, now: float) -> None:
     """The text behind a bucket changed: what was learned about the old text no longer holds."""
     state.buckets[name].reset(start, state.rows_written.get(name, 0))
     state.table.reset_bucket(name)
     state.gains.reset_bucket(name)
-    state.savings.reset_bucket(name)
+    for booking in state.savings.reset_bucket(name):
+        _book_saving(state, booking, f"e{state.epoch}:{name}:{booking.version}:end", now)
     state.required_rows.pop(name, None)
     state.learners.pop(name, None)
     state.unsure.pop(name, None)
@@ -134,16 +141,13 @@ def _forget_bucket(state: ControllerState, name: str, start: float) -> None:
         learned.pop(name, None)
 
 
-def _book_savings(state: ControllerState, name: str, seen: BucketObservation, now: float, first_version: str) -> None:
-    for booking in state.savings.close(seen, first_version):
-        owner = state.owner_of(name, booking.version)
-        version, detail = booking.version, f"e{state.epoch}:{name}:{booking.version}"
-        arm, error_s = state.made_by.get(version), booking.standard_error_s
-        state.book("saving", detail, booking.seconds, now, owner, name, version, arm, error_s)
+def _book_saving(state: ControllerState, booking: Booking, detail: str, now: float) -> None:
+    bucket, version = booking.bucket, booking.version
+    arm, owner = state.made_by.get(version), state.owner_of(bucket, version)
+    state.book("saving", detail, booking.seconds, now, owner, bucket, version, arm, booking.standard_error_s)
 
 
-def _book_interference(state: ControllerState, start: float, now: float) -> None:
-    slowdown = state.interference.close()
+def _book_interference(state: ControllerState, slowdown: Slowdown | None, start: float, now: float) -> None:
     if slowdown is None:
         return
     state.costs.observe_slowdown(slowdown.relative, slowdown.num_rounds)

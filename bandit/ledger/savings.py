@@ -14,6 +14,8 @@ MIN_REQUESTS = 4
 MIN_TOKENS = 64
 """Sample that each group needs before anything is booked; tokens emitted before that are booked when it is reached."""
 HALF_LIFE_S = 120.0
+WINDOW_REQUESTS = 30.0
+"""Hold-back requests of a window: a ratio of so many is biased by less than a hundredth of its spread."""
 PRIOR_SD = 0.3
 """Prior spread of the relative saving around zero; a noisy estimate is pulled towards 'nothing saved'."""
 
@@ -28,72 +30,112 @@ class Booking(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
 
 
+class Window(msgspec.Struct):
+    """Epochs of one version, of which the whole is to be booked at the hold-back's time per token of the whole."""
+
+    static: RatioSums = msgspec.field(default_factory=RatioSums)
+    tokens: int = 0
+    valued_s: float = 0.0
+    """What they would have taken, as it was booked so far."""
+
+    def missing(self) -> float | None:
+        """Seconds that `valued_s` lacks; None below the minimum sample."""
+        is_small = self.static.n < MIN_REQUESTS or self.static.x < MIN_TOKENS
+        return None if is_small else self.tokens * self.static.y / self.static.x - self.valued_s
+
+
 class Pool(msgspec.Struct):
     """One adapted version in one bucket."""
 
     time_per_token: RatioSums = msgspec.field(default_factory=RatioSums)
+    """Of the latest minutes: how sure the comparison is."""
     waiting_tokens: int = 0
+    waiting_s: float = 0.0
+    """What they took."""
+    window: Window = msgspec.field(default_factory=Window)
+    weight: float = 0.0
+    """Of the latest booking."""
 
 
 class Savings(msgspec.Struct):
-    """saving = adaptive tokens x (static - adaptive time per token), per bucket and version, shrunken by its noise.
+    """saving = adaptive tokens x static time per token - what they took, per bucket and version, shrunken by its noise.
 
     Both groups share rounds and are drawn by request id, so that the difference is causal; versions equal to the
-    first one save nothing by definition.
+    first one save nothing by definition. The hold-back is small, so its time per token is that of the latest minutes, which
+    values what is new too late; so every WINDOW_REQUESTS of it, and where the comparison starts anew, the difference to its
+    time per token of the whole window is booked. Comparisons start anew where versions have become worse: what is late then
+    would be missing in one direction. What the adaptive tokens took is booked as it was.
     """
 
     static: dict[str, RatioSums] = {}
     adaptive: dict[str, dict[str, Pool]] = {}
 
-    def close(self, observation: BucketObservation, first_version: str) -> list[Booking]:
-        """Fold one bucket's epoch and return what can be booked."""
+    def close(self, observation: BucketObservation, first_version: str, undisturbed: float = 1.0) -> list[Booking]:
+        """Fold one bucket's epoch and return what can be booked.
+
+        undisturbed: share of the epoch's device time that it would have taken without the jobs beside it. What they cost is
+        booked as interference; the saving is what the version would have saved without them.
+        """
         bucket = observation.bucket
         keep = 0.5 ** ((observation.end - observation.start) / HALF_LIFE_S)
         static = self.static.setdefault(bucket, RatioSums())
         static.discount(keep)
+        epoch = RatioSums()
         for stats in observation.stats:
             if stats.group == Group.STATIC:
-                static.merge(stats.time_per_token)
+                epoch.merge(stats.time_per_token.scaled(undisturbed))
+        static.merge(epoch)
         bookings = []
         for stats in observation.stats:
             if stats.group != Group.ADAPTIVE or stats.version in (first_version, ""):
                 continue
             pool = self.adaptive.setdefault(bucket, {}).setdefault(stats.version, Pool())
             pool.time_per_token.discount(keep)
-            pool.time_per_token.merge(stats.time_per_token)
-            pool.waiting_tokens += stats.num_tokens
+            taken = stats.time_per_token.scaled(undisturbed)
+            pool.time_per_token.merge(taken)
+            seconds = taken.ratio()
+            if seconds is not None:
+                pool.waiting_tokens += stats.num_tokens
+                pool.waiting_s += stats.num_tokens * seconds
+                pool.window.tokens += stats.num_tokens
+                pool.window.static.merge(epoch)
             booking = self._book(bucket, stats.version, pool, static)
             if booking is not None:
                 bookings.append(booking)
         return bookings
 
     def _book(self, bucket: str, version: str, pool: Pool, static: RatioSums) -> Booking | None:
-        per_token = shrunken_saving(static, pool.time_per_token)
-        if per_token is None or pool.waiting_tokens == 0:
+        adaptive, tokens, took_s = pool.time_per_token, pool.waiting_tokens, pool.waiting_s
+        is_small = min(static.n, adaptive.n) < MIN_REQUESTS or min(static.x, adaptive.x) < MIN_TOKENS
+        if is_small or tokens == 0:
             return None
-        saving, error = per_token
-        tokens, pool.waiting_tokens = pool.waiting_tokens, 0
+        pool.waiting_tokens, pool.waiting_s = 0, 0.0
+        slow = static.y / static.x
+        variance = static.standard_error() ** 2 + adaptive.standard_error() ** 2
+        prior = (PRIOR_SD * slow) ** 2
+        pool.weight = weight = prior / (prior + variance) if prior > 0 else 0.0
+        seconds, window = tokens * slow - took_s, pool.window
+        window.valued_s += tokens * slow
+        if window.static.n >= WINDOW_REQUESTS:
+            seconds += window.missing() or 0.0
+            pool.window = Window()
         return Booking(
-            bucket=bucket, version=version, seconds=tokens * saving, standard_error_s=tokens * error, num_tokens=tokens
-        )
+            bucket=bucket, version=version, seconds=weight * seconds,
+            standard_error_s=tokens * math.sqrt(weight * variance), num_tokens=tokens,
+        )  # fmt: skip
 
-    def reset_bucket(self, bucket: str) -> None:
-        """Start the comparison anew (the bucket's text changed); what was booked stays booked.
+    def reset_bucket(self, bucket: str) -> list[Booking]:
+        """Start the comparison anew (the bucket's text changed); returns what its windows lacked.
 
         Tokens that still wait are let go: the samples to come say nothing about the text they belong to.
         """
         self.static.pop(bucket, None)
-        for pool in self.adaptive.get(bucket, {}).values():
-            pool.time_per_token = RatioSums()
-            pool.waiting_tokens = 0
-
-
-def shrunken_saving(static: RatioSums, adaptive: RatioSums) -> tuple[float, float] | None:
-    """Posterior mean of the saving per token and its standard error, seconds; None below the minimum sample."""
-    if min(static.n, adaptive.n) < MIN_REQUESTS or min(static.x, adaptive.x) < MIN_TOKENS:
-        return None
-    slow, fast = static.y / static.x, adaptive.y / adaptive.x
-    variance = static.standard_error() ** 2 + adaptive.standard_error() ** 2
-    prior = (PRIOR_SD * slow) ** 2
-    weight = prior / (prior + variance) if prior > 0 else 0.0
-    return weight * (slow - fast), math.sqrt(weight * variance)
+        found = []
+        for version, pool in self.adaptive.pop(bucket, {}).items():
+            pool.window.tokens -= pool.waiting_tokens
+            seconds = pool.weight * (pool.window.missing() or 0.0)
+            if seconds:
+                found.append(
+                    Booking(bucket=bucket, version=version, seconds=seconds, standard_error_s=0.0, num_tokens=0)
+                )
+        return found

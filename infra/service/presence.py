@@ -95,7 +95,7 @@ class Listening:
                     self._told[(key[1].app_name, key[1].name)] = {r.replica_id.unique_id for r in news}
             process(client, updates)
 
-        LongPollClient._poll_next, LongPollClient._process_update = poll_next, process_update  # type: ignore[method-assign]
+        LongPollClient._poll_next, LongPollClient._process_update = poll_next, process_update  # type: ignore[method-assign, assignment]
         return self
 
     def look(self, found: ServeInstanceDetails) -> None:

@@ -59,3 +59,31 @@ def test_tokens_of_a_text_that_is_gone_are_not_valued_at_the_rate_of_the_next_on
     new = stats("adaptive", "v1", 0.008, 20, rng)
     (booking,) = savings.close(epoch(1, new, stats("static", "v0", 0.010, 6, rng)), "v0")
     assert booking.num_tokens == new.num_tokens
+
+
+def test_what_comes_and_goes_is_booked_as_it_was_although_the_comparison_starts_anew_whenever_a_version_is_worse():
+    """Two texts take turns behind one name: the version is better on one and as much worse on the other."""
+    rng, savings = np.random.default_rng(6), Savings()
+    booked = true = spread = 0.0
+    for phase in range(60):
+        static, adaptive = (0.010, 0.008) if phase % 2 else (0.014, 0.016)
+        if not phase % 2:
+            booked += sum(b.seconds for b in savings.reset_bucket("a"))
+        for number in range(12):
+            seen = stats("adaptive", "v1", adaptive, 40, rng)
+            found = savings.close(epoch(12 * phase + number, seen, stats("static", "v0", static, 5, rng)), "v0")
+            booked += sum(b.seconds for b in found)
+            spread += sum(b.standard_error_s**2 for b in found)
+            true += seen.num_tokens * (static - adaptive)
+    assert abs(booked - true) < 3 * spread**0.5 < 0.02 * 60 * 12 * 40 * 50 * 0.012
+
+
+def test_what_jobs_beside_serving_cost_is_no_saving():
+    """Both groups are twice as slow while a job runs; the job is charged for that by itself."""
+    booked = []
+    for slow in (1.0, 2.0):
+        rng, savings = np.random.default_rng(7), Savings()
+        parts = (stats("adaptive", "v1", slow * 0.005, 40, rng), stats("static", "v0", slow * 0.010, 10, rng))
+        booked += savings.close(epoch(0, *parts), "v0", 1 / slow)
+    assert booked[0].seconds == pytest.approx(booked[1].seconds)
+    assert booked[0].standard_error_s == pytest.approx(booked[1].standard_error_s)

@@ -47,7 +47,7 @@ GOLDEN = {
     "lifecycle.*.transitions": "version before after reason ts",
     "replicas": (
         "replica_id gen version slots failed_gen failed_reason swap_pause_ms staging_s counters ts swap_gen "
-        "canary_version failures errors class_versions refused engine"
+        "canary_version failures errors class_versions refused engine target_version"
     ),
     "feedback": "produced delivered dropped duplicates missing_batches lost_entries lag",
     "errors": "count last",
