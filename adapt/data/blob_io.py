@@ -6,6 +6,7 @@ is written beside its place, synced and renamed; object stores publish a whole o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -22,6 +23,8 @@ if TYPE_CHECKING:  # a controller writes files and handles no tensor
     import torch
 
 _LOCAL = ("file", "local")
+MAX_UNFINISHED_S = 3600.0
+"""Age at which what a killed writer left half written goes."""
 
 
 class _Remote:
@@ -80,6 +83,19 @@ def write_atomic(fs: Any, path: str, data: bytes) -> None:
     with paths.open_atomic(path) as file:
         os.fchmod(file.fileno(), 0o600)
         file.write(data)
+
+
+def delete_unfinished(fs: Any, folder: str, now: float, max_age_s: float = MAX_UNFINISHED_S) -> None:
+    """Delete what writers that were killed left half written; object stores keep no such files. Raises OSError."""
+    try:
+        entries = fs.ls(folder, detail=True)
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        mtime = entry.get("mtime")
+        if entry["name"].endswith(".tmp") and isinstance(mtime, int | float) and now - mtime > max_age_s:
+            with contextlib.suppress(FileNotFoundError):  # gone already
+                fs.rm_file(entry["name"])
 
 
 def pack_tensors(tensors: dict[str, torch.Tensor], info: dict) -> bytes:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
 
-from paceline.adapt.data.blob_io import open_store, pack_tensors, unpack_tensors, write_atomic
+from paceline.adapt.data.blob_io import delete_unfinished, open_store, pack_tensors, unpack_tensors, write_atomic
 from paceline.errors import TraceError
 from paceline.machine import Clock, SystemClock
 from paceline.serving.sampling.request import RequestTrace
@@ -196,27 +196,13 @@ class TraceStore:
                 deleted += 1
         return deleted
 
-    def _delete_unfinished(self, max_age_s: float, now: float) -> None:
-        """Delete what writers that were killed left half written; object stores keep no such files."""
-        try:
-            entries = self._fs.ls(self._root, detail=True)
-        except FileNotFoundError:
-            return
-        for entry in entries:
-            mtime = entry.get("mtime")
-            if entry["name"].endswith(".tmp") and isinstance(mtime, int | float) and now - mtime > max_age_s:
-                try:
-                    self._fs.rm_file(entry["name"])
-                except FileNotFoundError:
-                    log.debug("unfinished shard %s was gone already", entry["name"])
-
     def enforce_limits(self, max_bytes: int, max_age_s: float, now: float) -> int:
         """Delete the oldest shards until all are younger than max_age_s and together at most max_bytes.
 
         Files that a killed writer left unfinished go at the same age. Returns the number of deleted shards.
         """
         shards = self.list_shards()
-        self._delete_unfinished(max_age_s, now)
+        delete_unfinished(self._fs, self._root, now, max_age_s)
         total, deleted = sum(s.num_bytes for s in shards), 0
         for shard in shards:
             if total <= max_bytes and now - shard.created <= max_age_s:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from paceline.adapt.data.blob_io import open_store, pack_tensors, unpack_tensors, write_atomic
+from paceline.adapt.data.blob_io import delete_unfinished, open_store, pack_tensors, unpack_tensors, write_atomic
 
 if TYPE_CHECKING:  # a controller handles no tensor
     import torch
@@ -25,8 +25,6 @@ log = logging.getLogger(__name__)
 MAX_STATES = 24
 """Learners kept, the newest, and as many versions' records of what they have read, which are small; a learner's state takes
 about four times the bytes of the drafter's trained weights."""
-MAX_UNFINISHED_S = 3600.0
-"""Age at which what a killed writer left half written goes."""
 _SUFFIX, _FORMAT = ".safetensors", 1
 
 
@@ -107,7 +105,7 @@ class LearnerStore:
         alike = (f for f in files if f.key != key and _is_record(f.key) == _is_record(key))
         others = sorted(alike, key=lambda f: f.stamp)
         self._delete(old + others[: max(len(others) + 1 - MAX_STATES, 0)])
-        self._delete_unfinished()
+        delete_unfinished(self._fs, self._root, self._now())
 
     def _delete(self, files: list[_File]) -> None:
         for file in files:
@@ -115,16 +113,6 @@ class LearnerStore:
                 self._fs.rm_file(f"{self._root}/{file.name}")
             except FileNotFoundError:
                 log.debug("learner state %s was gone already", file.name)
-
-    def _delete_unfinished(self) -> None:
-        for entry in self._fs.ls(self._root, detail=True):
-            mtime = entry.get("mtime")
-            is_old = isinstance(mtime, int | float) and self._now() - mtime > MAX_UNFINISHED_S
-            if entry["name"].endswith(".tmp") and is_old:
-                try:
-                    self._fs.rm_file(entry["name"])
-                except FileNotFoundError:
-                    log.debug("unfinished learner state %s was gone already", entry["name"])
 
     def _files(self) -> list[_File]:
         self._fs.invalidate_cache()

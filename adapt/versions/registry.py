@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from paceline.adapt.data.blob_io import open_store, pack_tensors, unpack_tensors, write_atomic
+from paceline.adapt.data.blob_io import delete_unfinished, open_store, pack_tensors, unpack_tensors, write_atomic
 from paceline.contracts import DrafterManifest
 from paceline.errors import DrafterMismatchError, ManifestError
 from paceline.machine import Clock, SystemClock
@@ -126,6 +126,7 @@ class DrafterRegistry:
         )
         write_atomic(self._fs, self._blob_path(sha), data)
         write_atomic(self._fs, self._manifest_path(version), msgspec.json.encode(manifest))
+        delete_unfinished(self._fs, self._blob_path(sha).rpartition("/")[0], self._clock.now())
         return manifest
 
     def get_manifest(self, version: str, *, target_version: str | None = None) -> DrafterManifest:

@@ -196,7 +196,11 @@ def run_restore(options: RestoreOptions, console: Console) -> Manifest:
             if home.exists():
                 aside = home.with_name(f".{home.name}.before.{time.strftime('%Y%m%d-%H%M%S')}.{uuid.uuid4().hex[:4]}")
                 home.rename(aside)
-                console.print(f"the files of before are in {aside}", highlight=False, soft_wrap=True)
+                console.print(
+                    f"the files of before are in {aside}; with them users' traces, which no limit deletes there: remove the folder "
+                    "once it is not needed",
+                    highlight=False, soft_wrap=True,
+                )  # fmt: skip
             part.rename(home)
             if url:
                 _delete(url, [name for name in held if name != keys.epoch.encode()])

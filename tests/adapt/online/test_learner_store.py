@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paceline import paths
-from paceline.adapt.online import learner_store
+from paceline.adapt.data import blob_io
 from paceline.adapt.online.learner_store import MAX_STATES, LearnerKey, LearnerStore
 
 KEY = LearnerKey("math", "specblock", "0" * 12, "target", "full")
@@ -106,7 +106,7 @@ def test_learners_and_records_of_versions_take_no_places_from_each_other(store):
 
 def test_what_a_killed_writer_left_goes_after_a_while(store, tmp_path):
     store.save(KEY, tensors(1), {"n": 1})
-    for name, age in (("old.tmp", 2 * learner_store.MAX_UNFINISHED_S), ("new.tmp", 0.0)):
+    for name, age in (("old.tmp", 2 * blob_io.MAX_UNFINISHED_S), ("new.tmp", 0.0)):
         left = tmp_path / "learners" / name
         left.write_bytes(b"half")
         os.utime(left, (1000.0 - age, 1000.0 - age))

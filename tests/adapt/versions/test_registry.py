@@ -1,10 +1,12 @@
 """The registry commits manifests last and refuses whatever does not fit."""
 
 import json
+import time
 
 import pytest
 import torch
 
+from paceline.adapt.data.blob_io import MAX_UNFINISHED_S
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.errors import DrafterMismatchError, ManifestError
 from paceline.machine import ManualClock
@@ -15,6 +17,19 @@ FIELDS = {"drafter_type": "specblock", "config": {"num_slots": 4}, "target_versi
 def state(seed=0):
     g = torch.Generator().manual_seed(seed)
     return {"w": torch.randn(3, 4, generator=g), "b": torch.randn(4, generator=g).bfloat16()}
+
+
+def test_what_killed_writers_left_goes_after_an_hour(tmp_path):
+    clock = ManualClock(time.time())
+    registry = DrafterRegistry(tmp_path, clock=clock)
+    registry.put(state(1), **FIELDS)
+    left = tmp_path / "blobs" / "abc.safetensors.0123.tmp"
+    left.write_bytes(b"half")
+    registry.put(state(2), **FIELDS)
+    assert left.exists(), "its writer may be at it"
+    clock.advance(MAX_UNFINISHED_S + 60.0)
+    last = registry.put(state(3), **FIELDS)
+    assert not left.exists() and len(registry.list()) == 3 and registry.load_state(last.version)
 
 
 def blob(tmp_path):
