@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -13,6 +14,8 @@ from ray._private import services
 from ray.cluster_utils import Cluster
 
 from paceline.bench.chaos.load import wait_for
+from paceline.infra.state.redis_server import EmbeddedRedis
+from paceline.machine import free_port
 
 _LOOK = services.get_node
 
@@ -20,10 +23,13 @@ _LOOK = services.get_node
 class Nodes:
     """A Ray cluster whose nodes share no folder: `~` is another one on each."""
 
-    def __init__(self, folder: Path, **head: Any) -> None:
-        """folder: holds a home a node. head: what the first node has, as for `add`."""
+    def __init__(self, folder: Path, gcs: EmbeddedRedis | None = None, **head: Any) -> None:
+        """folder: holds a home a node. gcs: where GCS keeps its state, so that another head goes on from it. head: what the
+        first node has, as for `add`."""
         self.folder, self.cluster = folder, Cluster()
         self._nodes: dict[str, Any] = {}
+        self._gcs_port = free_port()
+        self._gcs = None if gcs is None else urlsplit(gcs.url)
         self.add("head", **head)
 
     @property
@@ -39,12 +45,17 @@ class Nodes:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("HOME", str(self.home(name)))
             patch.setattr(services, "get_node", _get_node)
+            if name == "head":
+                options["gcs_server_port"] = self._gcs_port
+                if self._gcs is not None:
+                    patch.setenv("RAY_REDIS_ADDRESS", f"{self._gcs.hostname}:{self._gcs.port}")
+                    options["redis_password"] = self._gcs.password
             self._nodes[name] = self.cluster.add_node(
                 object_store_memory=80 * 2**20, include_dashboard=False, **options
             )
 
     def kill(self, name: str) -> None:
-        """kill -9 of a node's raylet; what ran on it ends with it."""
+        """kill -9 of a node's raylet, of the head's GCS, too; what ran on it ends with it. No driver may be at the head then."""
         self.cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
 
     def processes(self, name: str) -> list[psutil.Process]:
