@@ -2,15 +2,16 @@
 
 Triton decides between compiler and interpreter when it is first imported, and transformers imports it: without an
 accelerator the interpreter is chosen here, before any test module. TRITON_INTERPRET=0 or 1 overrides.
-With several workers (`make test`), modules are spread over them whole: two workers, the last never among them, begin with those
-that start clusters, services or browsers, whose time passes in waiting, and the others with those that compute, the long ones
-first: a core has something to compute until the end.
+With several workers (`make test`), modules are spread over them whole. Two begin with those that start clusters, services or
+browsers, whose time passes in waiting; the last with those that compute, the long ones first; one between with what else waits,
+for processes and clocks. So a core has something to compute until the end.
 """
 
 import functools
 import importlib.util
 import logging
 import os
+import re
 import secrets
 import sys
 from collections.abc import Iterator
@@ -46,6 +47,12 @@ if importlib.util.find_spec("hypothesis") is not None:  # a machine that runs th
     hypothesis.settings.load_profile("paceline")
 
 
+_ORDERS = (
+    ("services", "waiting", "computing"), ("services", "computing", "waiting"), ("waiting", "computing", "services"),
+)  # fmt: skip
+"""Kinds of modules in the order that a worker takes them, by its number; the last one computes first."""
+
+
 @functools.cache  # asked once a test
 def has_services(module: Path) -> bool:
     """Whether a test module starts clusters, services or browsers."""
@@ -58,9 +65,15 @@ def is_slow(module: Path) -> bool:
     return module.is_file() and "mark.slow" in module.read_text("utf-8")
 
 
+@functools.cache
+def waits(module: Path) -> bool:
+    """Whether a test module waits for processes or clocks."""
+    return re.search(r"subprocess|wait_until|wait_for|sleep\(", module.read_text("utf-8")) is not None
+
+
 @pytest.hookimpl(optionalhook=True)  # unknown without pytest-xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Modules go whole to one process: two begin with those that start services, the others with those that compute."""
+    """Modules go whole to one process, each kind first to a process of its own."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByModule(LoadScopeScheduling):
@@ -68,13 +81,28 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return nodeid.split("::", 1)[0]
 
         def _assign_work_unit(self, node: Any) -> None:
-            services = [n for n in self.workqueue if (path := config.rootpath / n).is_file() and has_services(path)]
-            services.sort(key=lambda n: "/e2e/" not in n)  # the longest first
-            others = [n for n in self.workqueue if n not in services]
-            others.sort(key=lambda n: not is_slow(config.rootpath / n))
-            has_turn = node in list(self.assigned_work)[:-1][:2]
-            name = [*services, *others][0] if has_turn else [*others, *reversed(services)][0]
-            self.workqueue.move_to_end(name, last=False)
+            kinds: dict[str, list[str]] = {"services": [], "waiting": [], "computing": []}
+            for name in self.workqueue:
+                path = config.rootpath / name
+                is_file = path.is_file()
+                kinds[
+                    "services"
+                    if is_file and has_services(path)
+                    else "waiting"
+                    if is_file and waits(path)
+                    else "computing"
+                ].append(name)
+            kinds["services"].sort(key=lambda n: "/e2e/" not in n)  # the longest first
+            for kind in ("waiting", "computing"):
+                kinds[kind].sort(key=lambda n: not is_slow(config.rootpath / n))
+            workers = list(self.assigned_work)
+            if node is workers[-1]:
+                order = ("computing", "waiting", "services")
+            else:
+                order = _ORDERS[min(workers.index(node), len(_ORDERS) - 1)]
+            if order[-1] == "services":
+                kinds["services"].reverse()  # a long one begun last would hold up the end
+            self.workqueue.move_to_end(next(n for kind in order for n in kinds[kind]), last=False)
             super()._assign_work_unit(node)
 
     return ByModule(config, log)
