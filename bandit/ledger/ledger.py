@@ -84,7 +84,8 @@ class Bank(msgspec.Struct, frozen=True, kw_only=True):
 
     The credit is the starting balance, or the income so far where that has become more. Spending only out of the balance
     bounds the loss by it (bandits with knapsacks, Badanidiyuru et al. 2013, arXiv 1305.2545): whatever was saved was
-    measured, so that is the worst case.
+    measured, so that is the worst case, but for what the latest job or swap costs beyond what was expected of it: that is
+    charged as it is known, and nothing more is bought before the balance covers it.
     """
 
     start_s: float
