@@ -571,7 +571,8 @@ class WeightPool:
         for report in self._around.reports:
             kept |= {report.version, report.canary_version, *report.slots.values()}
         deltas = (m for m in self._around.versions if m.delta_of is not None)
-        return kept | {m.delta_of for m in deltas if m.version in kept or m.version not in self._state.evicted}  # type: ignore[misc]
+        evicted = set(self._state.evicted)
+        return kept | {m.delta_of for m in deltas if m.version in kept or m.version not in evicted}  # type: ignore[misc]
 
     def tend(self) -> None:
         """Give up the least useful weights beyond the byte limit, then delete what an earlier commit gave up."""
@@ -585,7 +586,8 @@ class WeightPool:
                 registry.delete_weights(version)
                 logger.info("drafter weights deleted version=%s", version)
         used = {v: life.since for v, life in state.lifecycle.versions.items()}
-        held = [m for m in self._around.versions if m.version not in state.evicted]
+        evicted = set(state.evicted)
+        held = [m for m in self._around.versions if m.version not in evicted]
         gone = choose_evictions(
             held,
             kept=self._referred(),
