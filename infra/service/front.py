@@ -7,10 +7,12 @@ environment of Ray's processes: `paceline serve` sets it, ray_cluster.yaml and t
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from typing import Any
 
+from ray.util.metrics import Counter
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
@@ -38,6 +40,7 @@ GAP_RETRY_S = 5
 """When clients may try again while no replica runs: short against the start of a target, long against a refusal."""
 LOST_RETRY_S = 1
 """When clients may try again whose replica was lost: the others take requests at once."""
+REFUSALS = "paceline_refusals"
 _OF_SERVE = "/-/"
 _STEERING = (
     b"x-request-timeout-seconds",
@@ -134,8 +137,15 @@ def checked_headers(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, byt
     ]
 
 
+@functools.cache
+def refusals() -> Counter:
+    """What the front of this process answered instead of a replica, by status; Ray's metrics have it."""
+    return Counter(REFUSALS, description="Requests that the proxy's guard answered", tag_keys=("code",))
+
+
 async def _refuse(send: AsgiSend, error: HTTPException, code: str = "no_replica") -> None:
     """code: of an error that is the service's own."""
+    refusals().inc(tags={"code": str(error.status_code)})
     is_ours = error.status_code >= 500
     fault = {
         "message": error.detail, "type": "server_error" if is_ours else "invalid_request_error", "param": None,

@@ -36,8 +36,8 @@ two seconds, and before it answers a scrape. All have the labels `model` (the na
 replica that is gone leaves within 15 s. Without Redis, or while it is away, an answer has the replica that was asked alone.
 Scrape the service's one address. Feedback and trace metrics exist where there is a Redis and a trainable drafter.
 `stream` is `true` or `false`; histograms have the
-cells 1, 2, 3, 5 of each decade from 0.1 ms to 1,000 s. What Serve's own proxy refuses is in Ray's metrics
-(`ray_serve_num_http_error_requests_total`), what its guard answers in none.
+cells 1, 2, 3, 5 of each decade from 0.1 ms to 1,000 s. What Serve's proxy refuses is in Ray's metrics:
+`ray_serve_num_http_error_requests_total`, `ray_paceline_refusals_total`.
 """
 INGRESS = """
 ## Of every ingress

@@ -13,6 +13,7 @@ import httpx
 import pytest
 import uvicorn
 
+from paceline.infra.service import front
 from paceline.infra.service.front import LOST_RETRY_S, Front
 from paceline.machine import free_port
 
@@ -57,7 +58,9 @@ async def refuses(scope, receive, send):
 
 @pytest.mark.parametrize("app", [says_nothing, fails])
 @pytest.mark.parametrize("body", [None, b"{}", b"x" * 200_000])
-def test_a_request_whose_replica_is_lost_is_refused_with_a_time_to_try_again(app, body):
+def test_a_request_whose_replica_is_lost_is_refused_with_a_time_to_try_again(app, body, monkeypatch):
+    counted: list[dict[str, str]] = []
+    monkeypatch.setattr(front.refusals(), "inc", lambda tags: counted.append(tags))
     with served(app) as url, httpx.Client(timeout=20) as client:
         for _ in range(2):
             answer = client.post(url, content=body)
@@ -67,6 +70,7 @@ def test_a_request_whose_replica_is_lost_is_refused_with_a_time_to_try_again(app
             assert (error["type"], error["code"]) == ("server_error", "replica_lost") and "try again" in error[
                 "message"
             ]
+    assert counted == [{"code": "503"}] * 2
 
 
 def test_an_answer_that_has_begun_breaks_off_and_one_of_the_application_stays_as_it_is():
