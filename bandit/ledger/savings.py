@@ -50,8 +50,11 @@ class Pool(msgspec.Struct):
     time_per_token: RatioSums = msgspec.field(default_factory=RatioSums)
     """Of the latest minutes: how sure the comparison is."""
     waiting_tokens: int = 0
-    waiting_s: float = 0.0
-    """What they took."""
+    """That came while there was no hold-back to compare them with; valued as the later ones are."""
+    tokens: int = 0
+    """The others since the latest booking."""
+    took_s: float = 0.0
+    """What these took."""
     window: Window = msgspec.field(default_factory=Window)
     weight: float = 0.0
     """Of the latest booking."""
@@ -92,11 +95,13 @@ class Savings(msgspec.Struct):
             pool = self.adaptive.setdefault(bucket, {}).setdefault(stats.version, Pool())
             pool.time_per_token.discount(keep)
             taken = stats.time_per_token.scaled(undisturbed)
-            pool.time_per_token.merge(taken)
             seconds = taken.ratio()
-            if seconds is not None:
+            if seconds is None or static.n < 1.0:
                 pool.waiting_tokens += stats.num_tokens
-                pool.waiting_s += stats.num_tokens * seconds
+            else:
+                pool.time_per_token.merge(taken)
+                pool.tokens += stats.num_tokens
+                pool.took_s += stats.num_tokens * seconds
                 pool.window.tokens += stats.num_tokens
                 pool.window.static.merge(epoch)
             booking = self._book(bucket, stats.version, pool, static)
@@ -105,17 +110,18 @@ class Savings(msgspec.Struct):
         return bookings
 
     def _book(self, bucket: str, version: str, pool: Pool, static: RatioSums) -> Booking | None:
-        adaptive, tokens, took_s = pool.time_per_token, pool.waiting_tokens, pool.waiting_s
+        adaptive, tokens = pool.time_per_token, pool.waiting_tokens + pool.tokens
         is_small = min(static.n, adaptive.n) < MIN_REQUESTS or min(static.x, adaptive.x) < MIN_TOKENS
         if is_small or tokens == 0:
             return None
-        pool.waiting_tokens, pool.waiting_s = 0, 0.0
-        slow = static.y / static.x
+        slow, fast = static.y / static.x, adaptive.y / adaptive.x
         variance = static.standard_error() ** 2 + adaptive.standard_error() ** 2
         prior = (PRIOR_SD * slow) ** 2
         pool.weight = weight = prior / (prior + variance) if prior > 0 else 0.0
-        seconds, window = tokens * slow - took_s, pool.window
-        window.valued_s += tokens * slow
+        seconds = pool.waiting_tokens * (slow - fast) + pool.tokens * slow - pool.took_s
+        window = pool.window
+        window.valued_s += pool.tokens * slow
+        pool.waiting_tokens, pool.tokens, pool.took_s = 0, 0, 0.0
         if window.static.n >= WINDOW_REQUESTS:
             seconds += window.missing() or 0.0
             pool.window = Window()
@@ -132,7 +138,7 @@ class Savings(msgspec.Struct):
         self.static.pop(bucket, None)
         found = []
         for version, pool in self.adaptive.pop(bucket, {}).items():
-            pool.window.tokens -= pool.waiting_tokens
+            pool.window.tokens -= pool.tokens
             seconds = pool.weight * (pool.window.missing() or 0.0)
             if seconds:
                 found.append(

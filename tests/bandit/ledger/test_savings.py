@@ -1,3 +1,4 @@
+import msgspec
 import numpy as np
 import pytest
 
@@ -87,3 +88,21 @@ def test_what_jobs_beside_serving_cost_is_no_saving():
         booked += savings.close(epoch(0, *parts), "v0", 1 / slow)
     assert booked[0].seconds == pytest.approx(booked[1].seconds)
     assert booked[0].standard_error_s == pytest.approx(booked[1].standard_error_s)
+
+
+def test_tokens_of_a_time_without_a_holdback_are_valued_as_those_beside_one():
+    """What they took says nothing beside a hold-back of other times; so do those that an older release has left."""
+    rng = np.random.default_rng(8)
+    for has_waited in (True, False):
+        savings = Savings()
+        if has_waited:
+            savings.close(epoch(0, stats("adaptive", "v1", 0.010, 400, rng)), "v0")
+        else:
+            old = {"static": {}, "adaptive": {"a": {"v1": {"time_per_token": {}, "waiting_tokens": 40_000}}}}
+            savings = msgspec.convert(old, Savings)
+        booked = []
+        for number in range(1, 30):
+            parts = (stats("adaptive", "v1", 0.002, 40, rng), stats("static", "v0", 0.004, 8, rng))
+            booked += savings.close(epoch(number, *parts), "v0")
+        later = sum(b.num_tokens for b in booked) * 0.002
+        assert abs(sum(b.seconds for b in booked) - later) < 0.25 * later, has_waited
