@@ -8,6 +8,7 @@ import importlib
 from collections.abc import Callable
 from functools import partial
 
+import msgspec
 import numpy as np
 
 from paceline.bandit.policies.payoff import PayoffPolicy
@@ -19,9 +20,11 @@ from paceline.bandit.policies.view import (
     View,
     fullest,
     hold,
+    job_key,
     largest_job,
     not_now,
     recall,
+    recall_key,
     too_few_rows,
     train,
 )
@@ -215,14 +218,49 @@ def make_policy(name: str) -> Policy:
 
 
 def ask_policy(name: str, view: View, rng: np.random.Generator) -> Choice:
-    """What the policy of that name chooses. Raises: ConfigError when it is unknown, or answers with no Choice."""
-    choice: object = make_policy(name).choose(view, rng)
-    if not isinstance(choice, Choice):
-        raise ConfigError(
-            f"policy {name!r} must return a Choice from choose(view, rng), as hold(), train() and recall() of "
-            f"paceline.replay make it, got {choice!r}"
-        )
+    """What the policy of that name chooses; of one that is not ours, what the view allows.
+
+    Raises: ConfigError when it is unknown, or answers with anything else. What it raises itself gets a note with its name.
+    """
+    policy = make_policy(name)
+    try:
+        choice = policy.choose(view, rng)
+    except Exception as e:
+        e.add_note(f"policy {name!r} raised this in choose(view, rng)")
+        raise
+    fault = None if name in POLICIES else _fault(choice, view)
+    if fault is not None:
+        raise ConfigError(f"policy {name!r} must return {fault}")
     return choice
+
+
+def _fault(choice: object, view: View) -> str | None:
+    """What a policy must return instead, and what it returned; None for a choice that the view allows."""
+    if not isinstance(choice, Choice):
+        return f"a Choice from choose(view, rng), as hold(), train() and recall() of paceline.replay make it, got {choice!r}"
+    try:
+        msgspec.convert(msgspec.to_builtins(choice), Choice)
+    except (TypeError, ValueError) as e:
+        return f"a Choice of plain values of its fields' types, got one that is not: {e}"
+    target = choice.job or choice.recall
+    if choice.job is not None and view.is_job_running:
+        return f"no job while another one runs (view.is_job_running; not_now(view) holds then), got {choice.key!r}"
+    if choice.job is not None and choice.job not in view.jobs:
+        return f"one of view.jobs as it is there, got {choice.key!r}, which differs from all {len(view.jobs)} of them"
+    if choice.recall is not None and choice.recall not in view.recalls:
+        return f"one of view.recalls as it is there, got {choice.key!r}, which differs from all {len(view.recalls)} of them"
+    if target is not None and choice.bucket != target.bucket:
+        return f"the bucket of what it chose, {target.bucket!r}, got {choice.bucket!r}"
+    odds = choice.probabilities
+    known = {"hold", *map(job_key, view.jobs), *(recall_key(r.bucket, r.version) for r in view.recalls)}
+    foreign = next((key for key in odds if key not in known), None)
+    if foreign is not None:
+        return f"probabilities of actions of the view, got {foreign!r}"
+    if not (
+        all(0.0 <= p <= 1.0 for p in odds.values()) and abs(sum(odds.values()) - 1.0) < 1e-6 and choice.propensity > 0.0
+    ):
+        return f"probabilities in [0, 1] that sum to 1, more than 0 for what it chose, got {odds}"
+    return None
 
 
 def _foreign(name: str) -> Callable[[], Policy]:

@@ -105,13 +105,22 @@ def run_all(
     return [done[t.key] for t in tasks]
 
 
+def _named(run_one: RunOne, task: Task) -> Row:
+    """The row of a task; what is raised on the way gets a note that names the run."""
+    try:
+        return run_one(task)
+    except Exception as e:
+        e.add_note(f"run: policy {task.variant.label}, cell {task.scenario.name!r}, seed {task.seed}")
+        raise
+
+
 def _rows(todo: Sequence[Task], workers: int, ray_address: str | None, run_one: RunOne) -> Generator[Row, None, None]:
     if not todo:
         return
     if ray_address is not None:
         yield from _on_ray(todo, ray_address, run_one)
     elif workers == 1:
-        yield from map(run_one, todo)
+        yield from (_named(run_one, task) for task in todo)
     else:
         yield from _on_cores(todo, workers, run_one)
 
@@ -124,7 +133,7 @@ def _on_cores(todo: Sequence[Task], workers: int, run_one: RunOne) -> Iterator[R
         try:
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # workers inherit it: they hear no Ctrl-C
             try:
-                futures = [pool.submit(run_one, task) for task in todo]
+                futures = [pool.submit(_named, run_one, task) for task in todo]
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for future in as_completed(futures):
@@ -167,8 +176,8 @@ def _on_ray(todo: Sequence[Task], address: str, run_one: RunOne) -> Iterator[Row
         except (ConnectionError, ValueError, RuntimeError) as e:
             raise ConfigError(f"ray must be the address of a running cluster, got {address!r} ({e})") from e
     try:
-        remote = ray.remote(num_cpus=1, max_retries=3)(run_one)
-        waiting = [remote.remote(task) for task in todo]
+        remote = ray.remote(num_cpus=1, max_retries=3)(_named)
+        waiting = [remote.remote(run_one, task) for task in todo]
         while waiting:
             ready, waiting = ray.wait(waiting, num_returns=1)
             yield from ray.get(ready)

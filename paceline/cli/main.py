@@ -150,15 +150,19 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main() -> None:
-    """Run the command line; an error made on purpose, or of a file, becomes one sentence and exit code 2."""
+    """Run the command line; an error made on purpose, or of a file, becomes one sentence and exit code 2.
+
+    A file's error with a note is one of code that is not ours, whose file no argument named: it keeps its traceback.
+    """
     try:
         app()
     except (PacelineError, OSError) as e:
-        if isinstance(e, OSError) and e.filename is None and e.errno not in _FULL:
+        is_file = isinstance(e, OSError)
+        if is_file and (hasattr(e, "__notes__") or (e.filename is None and e.errno not in _FULL)):
             raise
         where = getattr(e, "filename", None) or "a file could not be written"
-        words = f"{where}: {e.strerror}" if isinstance(e, OSError) else str(e)
-        Console(stderr=True).print("[red]error:[/red]", escape(words), highlight=False, soft_wrap=True)
+        words = f"{where}: {e.strerror}" if is_file else str(e)
+        Console(stderr=True).print("[red]error:[/red]", escape(words), highlight=False, emoji=False, soft_wrap=True)
         sys.exit(2)
 
 

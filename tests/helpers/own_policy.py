@@ -30,7 +30,10 @@ class Always:
     is_self_funded = True
 
     def choose(self, view: View, rng: np.random.Generator) -> Choice:
-        return train(view.jobs[0], "It is the first.") if view.jobs else hold(view, "none", "There is no job.")
+        held = not_now(view)
+        if held is not None or not view.jobs:
+            return held or hold(view, "none", "There is no job.")
+        return train(view.jobs[0], "It is the first.")
 
 
 class NeedsMore:
@@ -48,6 +51,21 @@ class ReturnsNothing:
 
     def choose(self, view: View, rng: np.random.Generator) -> Any:
         hold(view, "n", "{num} is nothing.", num=0)
+
+
+class Careless:
+    """Trains while a job runs."""
+
+    def choose(self, view: View, rng: np.random.Generator) -> Choice:
+        return train(view.jobs[-1], "There is one.") if view.jobs else hold(view, "none", "There is no job.")
+
+
+class ReadsAFile:
+    """Reads a file that is not there."""
+
+    def choose(self, view: View, rng: np.random.Generator) -> Choice:
+        open("/absent/table.npz").close()
+        return hold(view, "read", "The file was read.")
 
 
 class NoPolicy:

@@ -1,11 +1,14 @@
+from unittest.mock import patch
+
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.bandit.policies.payoff import waiting_s
-from paceline.bandit.policies.table import POLICIES, make_policy
-from paceline.bandit.policies.view import Choice
+from paceline.bandit.policies.table import POLICIES, ask_policy, make_policy
+from paceline.bandit.policies.view import Choice, hold, recall, train
 from paceline.config import PolicyConfig
 from paceline.errors import ConfigError
 from tests.helpers.views import FULL, HEAD, choose, make_belief, make_job, make_recall, make_view
@@ -101,6 +104,54 @@ def test_an_unknown_policy_is_refused_with_the_known_names():
 def test_a_choice_that_is_none_is_refused_where_it_is_made(fields):
     with pytest.raises(ValueError, match="must"):
         Choice(**{"bucket": "c", "code": "own", "reason": "", **fields})
+
+
+OWN = "tests.helpers.own_policy:Cheapest"
+
+
+def _ask(answer, **changes):
+    with patch("tests.helpers.own_policy.Cheapest.choose", return_value=answer):
+        return ask_policy(OWN, make_view(**changes), np.random.default_rng(0))
+
+
+_OTHER = msgspec.structs.replace(make_job(), arm=msgspec.structs.replace(make_job().arm, num_rows=-5))
+
+
+@pytest.mark.parametrize(
+    ("answer", "changes", "message"),
+    [
+        (train(make_job(), "x"), {"is_job_running": True}, "no job while another one runs .*got 'train:head:c:2000'"),
+        (train(_OTHER, "x"), {}, "one of view.jobs as it is there, got 'train:head:c:-5'"),
+        (recall(make_recall(version="v9"), "x"), {"recalls": (make_recall(),)}, "one of view.recalls .*'recall:c:v9'"),
+        (msgspec.structs.replace(train(make_job(), "x"), bucket="d"), {}, "the bucket of what it chose, 'c', got 'd'"),
+        *(
+            (train(make_job(), "x", probabilities=p), {}, message)
+            for p, message in (
+                ({"train:head:c:2000": -3.0, "hold": 4.0}, r"probabilities in \[0, 1\] that sum to 1"),
+                ({"train:head:c:2000": float("nan")}, r"probabilities in \[0, 1\] that sum to 1"),
+                ({"train:head:c:2000": 0.0, "hold": 1.0}, "more than 0 for what it chose"),
+                ({"train:head:c:2000": 0.5}, "sum to 1"),
+                ({"train:head:c:2000": 0.5, "recall:c:v9": 0.5}, "actions of the view, got 'recall:c:v9'"),
+            )
+        ),
+        (Choice(action="hold", bucket="", code=5, reason="x"), {}, "plain values .*Expected `str`, got `int`"),
+    ],
+)  # fmt: skip
+def test_what_the_view_does_not_allow_is_refused_of_a_policy_that_is_not_ours(answer, changes, message):
+    with pytest.raises(ConfigError, match=f"policy '{OWN}' must return .*{message}") as caught:
+        _ask(answer, **changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_the_view_allows_is_taken_as_it_is():
+    view = {"recalls": (make_recall(),)}
+    drawn = {"train:head:c:2000": 0.25, "hold": 0.5, "recall:c:v0": 0.25}
+    for answer in (
+        train(make_job(), "x", probabilities=drawn), recall(make_recall(), "x"),
+        msgspec.structs.replace(hold(make_view(), "x", "x"), probabilities=drawn),
+    ):  # fmt: skip
+        assert _ask(answer, **view) is answer
+    assert _ask(recall(make_recall(), "x"), is_job_running=True, **view).action == "recall"
 
 
 def test_buckets_compete_for_the_trainer_by_what_the_other_one_loses_by_waiting():

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 import yaml
@@ -82,6 +84,23 @@ def test_bad_input_is_answered_in_one_sentence(arguments, message):
     result = RUN.invoke(app, ["replay", *arguments])
     assert isinstance(result.exception, PacelineError), result.output
     assert message in str(result.exception) and "\n" not in str(result.exception)
+
+
+def test_an_own_policy_that_fails_keeps_its_traceback_and_the_run_is_named():
+    own = "tests.helpers.own_policy:ReadsAFile"
+    arguments = ["replay", "medium-normal-cycle", "--policies", own, "--seeds", "1"]
+    found = subprocess.run([sys.executable, "-m", "paceline.cli.main", *arguments], capture_output=True, text=True)
+    assert found.returncode == 1 and "error:" not in found.stderr
+    assert 'open("/absent/table.npz")' in found.stderr and "FileNotFoundError" in found.stderr
+    assert f"policy '{own}' raised this in choose(view, rng)" in found.stderr
+    assert f"run: policy {own}, cell 'medium-normal-cycle', seed 0" in found.stderr
+
+
+def test_a_policy_that_trains_while_a_job_runs_is_refused_by_its_name():
+    own = "tests.helpers.own_policy:Careless"
+    result = RUN.invoke(app, ["replay", "medium-normal-cycle", "--policies", own, "--seeds", "1"])
+    assert isinstance(result.exception, PacelineError)
+    assert f"policy '{own}' must return no job while another one runs" in str(result.exception)
 
 
 def test_a_suggestion_without_a_policy_to_suggest_is_refused_before_anything_runs(tmp_path, monkeypatch):
