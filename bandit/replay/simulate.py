@@ -21,6 +21,8 @@ ORACLE = "oracle"
 BOUND = "bound"
 """More than any plan can save (bandit/replay/oracle.py)."""
 HINDSIGHT = (ORACLE, BOUND)
+HINDSIGHT_SETTINGS = ("trainer_price", "holdback_percent")
+"""Fields of PolicyConfig that these read."""
 
 
 class Drawn(Protocol):

@@ -16,7 +16,7 @@ import msgspec
 from paceline.bandit.policies.table import POLICIES, make_policy
 from paceline.bandit.replay.grid import GRIDS, grid, named_cells
 from paceline.bandit.replay.scenario import Scenario
-from paceline.bandit.replay.simulate import HINDSIGHT, Cell, policy_config
+from paceline.bandit.replay.simulate import HINDSIGHT, HINDSIGHT_SETTINGS, Cell, policy_config
 from paceline.bandit.replay.table import read_table
 from paceline.config import PolicyConfig, policy_entry_points, read_yaml
 from paceline.errors import ConfigError
@@ -151,23 +151,27 @@ def _value(kind: type, text: str, key: str) -> Any:
 
 
 def variants(policies: Sequence[str], sweep: dict[str, list[Any]]) -> list[Variant]:
-    """Every policy with every combination of the swept settings that concern it; 'never' and hindsight plans are not swept.
+    """Every policy and hindsight plan with every combination of the swept settings that it reads; 'never' reads none.
 
     Raises: ConfigError for a combination that is not allowed, or a setting that concerns none of the policies.
     """
     out, unread = [], set(sweep)
     for policy in policies:
-        is_swept = policy not in ("never", *HINDSIGHT)
-        keys = [k for k in sweep if is_swept and policy in CONCERNS.get(k, (policy,))]
+        keys = [k for k in sweep if _reads(policy, k)]
         unread.difference_update(keys)
         for combination in itertools.product(*(sweep[k] for k in keys)):
             settings = dict(zip(keys, combination, strict=True))
-            if is_swept:
-                policy_config(policy, settings, 0)
+            policy_config("never" if policy in HINDSIGHT else policy, settings, 0)
             out.append(Variant(policy=policy, settings=tuple(settings.items())))
     if unread:
         raise ConfigError(f"sweep must name settings that one of the policies reads, got {min(unread)} with {', '.join(policies)}")  # fmt: skip
     return out
+
+
+def _reads(policy: str, key: str) -> bool:
+    if policy in HINDSIGHT:
+        return key in HINDSIGHT_SETTINGS
+    return policy != "never" and policy in CONCERNS.get(key, (policy,))
 
 
 def plan(scenarios: Sequence[Cell], chosen: Sequence[Variant], num_seeds: int, first_seed: int = 0) -> list[Task]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,9 +48,9 @@ def cell_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     out = []
     for cell in _unique(r["cell"] for r in rows):
         mine = [r for r in rows if r["cell"] == cell]
-        bound = _mean(net_percent(r) for r in mine if r["policy"] == ORACLE)
         for label in _unique(r["label"] for r in mine):
             runs = [r for r in mine if r["label"] == label]
+            bound = _mean(net_percent(r) for r in _oracle_runs(mine, runs[0]["settings"]))
             net, never_s = _figure([net_percent(r) for r in runs]), sum(r["never_s"] for r in runs)
             out.append(
                 {
@@ -70,6 +70,14 @@ def cell_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 }
             )  # fmt: skip
     return out
+
+
+def _oracle_runs(rows: Sequence[Row], settings: Mapping[str, Any]) -> list[Row]:
+    """Runs of the oracle under the same settings as far as it reads them."""
+    return [
+        r for r in rows
+        if r["policy"] == ORACLE and all(settings.get(k, v) == v for k, v in r["settings"].items())
+    ]  # fmt: skip
 
 
 def overall(rows: Sequence[Row], cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -118,7 +126,9 @@ def advice(rows: Sequence[Row]) -> list[dict[str, Any]]:
         best = max(nets, key=lambda label: float(np.mean(list(nets[label].values()))))
         equal = [label for label in nets if label != best and _is_as_good(nets[label], nets[best])]
         safest = max([best, *equal], key=lambda label: min(nets[label].values()))
-        bound = _mean(net_percent(r) for r in rows if r["family"] == family and r["policy"] == ORACLE)
+        mine = [r for r in rows if r["family"] == family]
+        settings = next(r["settings"] for r in mine if r["label"] == best)
+        bound = _mean(net_percent(r) for r in _oracle_runs(mine, settings))
         out.append(
             {
                 "family": family,
@@ -151,21 +161,20 @@ def regret(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, list[float]]]]:
         mine = [r for r in rows if r["cell"] == cell]
         times = mine[0]["times"]
 
-        def line(label: str, mine: list[Row] = mine, times: list[float] = times) -> np.ndarray:
-            runs = [r for r in mine if r["label"] == label]
+        def line(runs: list[Row], times: list[float] = times) -> np.ndarray:
             return np.mean(
                 [_percent(1.0, r["never_s"]) * np.interp(times, r["times"], r["curve"]) for r in runs], axis=0
             )
 
-        bound = line(ORACLE) if any(r["label"] == ORACLE for r in mine) else None
-        out[cell] = {
-            label: {
+        out[cell] = {}
+        for label in _unique(r["label"] for r in mine):
+            runs = [r for r in mine if r["label"] == label]
+            net, best = line(runs), _oracle_runs(mine, runs[0]["settings"])
+            out[cell][label] = {
                 "times_s": list(times),
-                "net_percent": [round(float(v), 4) for v in line(label)],
-                "regret_percent": [] if bound is None else [round(float(v), 4) for v in bound - line(label)],
+                "net_percent": [round(float(v), 4) for v in net],
+                "regret_percent": [round(float(v), 4) for v in line(best) - net] if best else [],
             }
-            for label in _unique(r["label"] for r in mine)
-        }
     return out
 
 

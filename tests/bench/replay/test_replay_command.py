@@ -163,6 +163,21 @@ def test_regret_is_the_bound_less_the_net():
     assert regret(rows[1:])["a"]["payoff"]["regret_percent"] == []
 
 
+def test_a_run_is_compared_with_the_oracle_of_its_own_settings():
+    swept = [
+        _row("a", f"{policy} trainer_price={price}", 0, net, policy=policy, settings={"trainer_price": price, **more})
+        for policy, price, net, more in (
+            ("payoff", 0, 9.0, {"hysteresis": 2}), ("payoff", 1, 4.0, {"hysteresis": 2}), ("oracle", 0, 10.0, {}), ("oracle", 1, 8.0, {})
+        )
+    ]  # fmt: skip
+    rows = [*swept, _row("a", "never", 0, 0.0)]
+    shares = {c["label"]: c["of_oracle"] for c in cell_rows(rows)}
+    assert shares["payoff trainer_price=0"] == 0.9 and shares["payoff trainer_price=1"] == 0.5
+    assert regret(rows)["a"]["payoff trainer_price=1"]["regret_percent"] == [0.0, 4.0]
+    assert regret(rows)["a"]["never"]["regret_percent"] == [0.0, 9.0]  # the mean of those that might be its own
+    assert advice(rows)[0]["oracle_percent"] == 10.0
+
+
 def test_no_share_of_an_oracle_is_claimed_where_none_ran():
     rows = [_row("a", "payoff", 0, 6.0), _row("b", "payoff", 0, -2.0)]
     found = _report(rows)

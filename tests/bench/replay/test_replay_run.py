@@ -122,6 +122,14 @@ def test_a_sweep_leaves_policies_alone_that_do_not_read_the_setting():
     ]  # fmt: skip
 
 
+def test_a_plan_with_hindsight_is_swept_over_what_it_reads():
+    found = variants(("never", "payoff", "oracle"), {"holdback_percent": [0, 10], "hysteresis": [2.0]})
+    assert [v.label for v in found] == [
+        "never", "payoff holdback_percent=0 hysteresis=2", "payoff holdback_percent=10 hysteresis=2",
+        "oracle holdback_percent=0", "oracle holdback_percent=10",
+    ]  # fmt: skip
+
+
 def test_values_that_differ_late_are_runs_of_their_own():
     near = [100.00001, 100.00002]
     tasks = plan(CELLS[:1], variants(("interval",), {"interval_s": near}), 1)
