@@ -80,7 +80,7 @@ class Executor:
         self.written = traffic.rows()
         self.staging_s = outcomes.staging_s * traffic.num_replicas
         self._seconds: dict[tuple[int, float, int], tuple[float, float]] = {}
-        self._made: dict[tuple[int, int, float, bytes], np.ndarray | None] = {}
+        self._made: dict[tuple[int, int, float, bytes, bool], np.ndarray | None] = {}
         """What jobs take and make: the plans of a search have most jobs in common."""
 
     def run(self, plans: list[list[PlannedJob]]) -> list[Outcome]:
@@ -96,10 +96,10 @@ class Executor:
         for job in sorted(plan, key=lambda j: j.step):
             k = max(job.step, free - 1)
             rows = min(job.rows, float(self.written[min(k, steps - 1), job.domain] - read[job.domain]))
-            if k >= steps - 1 or rows < 1 or self.outcomes.is_bad(k):
+            if k >= steps - 1 or rows < 1 or self.outcomes.is_failed(k):
                 continue
             seconds, scoring = self._job_seconds(job.arm, rows, k)
-            end = k + 1 + int(np.ceil((seconds + scoring) / step_s))
+            end = k + 1 + max(int(np.ceil((seconds + scoring) / step_s)), 1)  # a service looks for it once a step
             if end >= steps:
                 continue
             train_s[k + 1], shadow_s[k + 1] = self.price * seconds, self.price * scoring
@@ -111,7 +111,7 @@ class Executor:
             read[job.domain] += rows
             base = self._base(lengths, ready, job, k)
             events.append({"t": (k + 1) * step_s, "action": "train", "bucket": self.traffic.labels[job.domain], "what": self.arms[job.arm].name, "reason": f"{rows:.0f} rows, known to pay"})  # fmt: skip
-            made = self._version(job.domain, job.arm, rows, base)
+            made = self._version(job.domain, job.arm, rows, base, self.outcomes.is_harmful(k))
             if made is not None:
                 lengths.append(made)
                 ready.append(end)
@@ -124,14 +124,14 @@ class Executor:
             self._seconds[key] = float(training), float(scoring)
         return self._seconds[key]
 
-    def _version(self, domain: int, arm: int, rows: float, base: np.ndarray) -> np.ndarray | None:
-        """(D,) lengths of the version that a job makes; None when it is no better than its base."""
-        key = (domain, arm, rows, base.tobytes())
+    def _version(self, domain: int, arm: int, rows: float, base: np.ndarray, is_harmful: bool) -> np.ndarray | None:
+        """(D,) lengths of the version that a job makes; None when it is no better than its base, as the gate finds."""
+        key = (domain, arm, rows, base.tobytes(), is_harmful)
         if key not in self._made:
             share = self.outcomes.share(domain, base[domain : domain + 1])
             closed = float(self.outcomes.closed(domain, self.arms[arm], np.array([rows]), share)[0, 0])
-            is_better = self.outcomes.gain(domain, base, closed) > 0
-            self._made[key] = self.outcomes.trained(domain, base, closed) if is_better else None
+            is_let = is_harmful or self.outcomes.gain(domain, base, closed) > 0
+            self._made[key] = self.outcomes.trained(domain, base, closed, is_harmful=is_harmful) if is_let else None
         return self._made[key]
 
     def _base(self, lengths: list[np.ndarray], ready: list[int], job: PlannedJob, k: int) -> np.ndarray:
@@ -210,6 +210,20 @@ def neighbours(plan: list[PlannedJob], arms: tuple[ArmSpec, ...]) -> list[list[P
     return out
 
 
+def _search(executor: Executor, plan: list[PlannedJob]) -> Outcome:
+    """The best of a plan and what it becomes while one of its neighbours is better."""
+    best = executor.run([plan])[0]
+    for _ in range(MAX_ROUNDS):
+        plans = neighbours(plan, executor.arms)
+        if not plans:
+            break
+        found, changed = max(zip(executor.run(plans), plans, strict=True), key=lambda t: t[0].net_s)
+        if found.net_s <= best.net_s + 1e-9:
+            break
+        best, plan = found, changed
+    return best
+
+
 def best_plan(
     traffic: Traffic,
     outcomes: SimulatedOutcomes,
@@ -220,28 +234,21 @@ def best_plan(
 ) -> RunResult:
     """The best plan found, as a RunResult; never worse than doing nothing."""
     arms = arms or outcomes.arms
-    bound = hindsight(traffic, outcomes, config, slowdown=slowdown, arms=arms, has_transfer=False)
-    names = [a.name for a in arms]
-    plan = [
-        PlannedJob(
-            step=round(e["t"] / traffic.step_s) - 1,
-            domain=int(e["domain"]),
-            arm=names.index(e["what"]),
-            rows=float(e["rows"]),
-        )
-        for e in bound.events
-    ]
     executor = Executor(traffic, outcomes, config, slowdown=slowdown, arms=arms)
-    best, nothing = executor.run([plan, []])
-    for _ in range(MAX_ROUNDS):
-        plans = neighbours(plan, arms)
-        if not plans:
-            break
-        found, changed = max(zip(executor.run(plans), plans, strict=True), key=lambda t: t[0].net_s)
-        if found.net_s <= best.net_s + 1e-9:
-            break
-        best, plan = found, changed
-    best = max(best, nothing, key=lambda o: o.net_s)
+    names, ends = [a.name for a in arms], []
+    for has_transfer in (False, True) if outcomes.transfer.any() else (False,):
+        bound = hindsight(traffic, outcomes, config, slowdown=slowdown, arms=arms, has_transfer=has_transfer)
+        plan = [
+            PlannedJob(
+                step=round(e["t"] / traffic.step_s) - 1,
+                domain=int(e["domain"]),
+                arm=names.index(e["what"]),
+                rows=float(e["rows"]),
+            )
+            for e in bound.events
+        ]
+        ends.append(_search(executor, plan))
+    best = max([*ends, *executor.run([[]])], key=lambda o: o.net_s)
     return planned_result(
         traffic,
         executor.first_s,

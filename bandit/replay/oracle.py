@@ -2,7 +2,7 @@
 
 Dynamic programming with the world's true outcomes, domain by domain: each has a version of its own. Relaxations make it a
 bound from above: versions change free and at once, need no evidence, bursts on different domains may overlap and read rows
-again, those that go wrong are avoided, their rows are rounded up and their cost down, and resulting lengths are rounded up to
+again, those that fail are avoided, of those that harm only what they do for other domains counts, their rows are rounded up and their cost down, and resulting lengths are rounded up to
 the grid. Where training on one domain
 helps others, each of these may order that job for itself, at an equal share of its cost. Hold-back traffic stays on the first drafter, as for every policy.
 """
@@ -82,12 +82,13 @@ def _domain(
     decided = np.zeros((steps, levels.size))  # the same behind the decision at the end of step k
     choice = np.full((steps, levels.size), -1, dtype=np.int32)
     options, shares = _options(arms), outcomes.share(d, levels)
-    targets: dict[int, np.ndarray] = {}
+    targets: dict[int, np.ndarray] = {}  # (2, J) level and trained domain
     at_all = np.arange(levels.size)
     for k in range(int(np.flatnonzero(tokens)[-1]), -1, -1):
         decided[k] = value[k + 1]
         value[k] = tokens[k] * saved + decided[k]
-        if written[k] < ROW_GRID[0] or outcomes.is_bad(k) or k == steps - 1:
+        useful = [s for s, (i, _) in enumerate(sources) if i != d or not outcomes.is_harmful(k)]
+        if written[k] < ROW_GRID[0] or not useful or outcomes.is_failed(k) or k == steps - 1:
             continue
         # decided at the end of step k: training runs during the steps after it
         now, seconds, closed, which = k + 1, [], [], []
@@ -95,13 +96,15 @@ def _domain(
             fits = int(np.searchsorted(rows, written[k], side="right"))
             train_s, shadow_s = outcomes.job_seconds(arm, rows[:fits], k)
             seconds.append(train_s + shadow_s)
-            closed.append(_closed(outcomes, d, arm, above[:fits], shares, sources, rows_of[k]))
+            at_k = [sources[s] for s in useful], rows_of[k, useful]
+            closed.append(_closed(outcomes, d, arm, above[:fits], shares, *at_k))
             which.append(np.arange(first_option, first_option + fits))
         job_s, picked = np.concatenate(seconds), np.concatenate(which)
         end = np.minimum(now + np.maximum(np.ceil(job_s / traffic.step_s).astype(int), 1), steps)
         full = np.minimum(now + (job_s / traffic.step_s).astype(int), steps)
         cost = cost_share * (config.trainer_price * job_s + slow[full] - slow[now])
-        reached = levels + (high - levels) * np.concatenate(closed)  # (O, J)
+        by_source = np.concatenate(closed, axis=1)  # (S, O, J)
+        reached = levels + (high - levels) * by_source.max(axis=0)  # (O, J)
         after = np.ceil((reached - low) / max(high - low, 1e-12) * (levels.size - 1) - 1e-9).astype(int)
         after = np.minimum(after, levels.size - 1)
         # whatever follows may be decided as soon as the job ends, which is the end of step end - 1
@@ -110,7 +113,8 @@ def _domain(
         gain = worth[top, at_all]
         is_better = gain > value[now]
         choice[k] = np.where(is_better, picked[top], -1)
-        targets[k] = after[top, at_all]
+        trained = np.array([sources[s][0] for s in useful])[by_source[:, top, at_all].argmax(axis=0)]
+        targets[k] = np.stack([after[top, at_all], trained])
         decided[k] = np.maximum(gain, value[now])
         value[k] = tokens[k] * saved + decided[k]
     return _walk(traffic, outcomes, d, tokens, saved, slow, choice, targets, options, cost_share, config.trainer_price)
@@ -125,12 +129,12 @@ def _closed(
     sources: list[tuple[int, float]],
     written: np.ndarray,
 ) -> np.ndarray:
-    """(R, J) share of what is left of domain d's gap that rows (R,) of a source close, where it began with `shares` (J,)."""
-    found = np.zeros((len(rows), len(shares)))
-    for (i, arrives), own in zip(sources, written, strict=True):
+    """(S, R, J) share of what is left of domain d's gap that rows (R,) of each source close, where it began with `shares` (J,)."""
+    found = np.zeros((len(sources), len(rows), len(shares)))
+    for s, ((i, arrives), own) in enumerate(zip(sources, written, strict=True)):
         read = np.minimum(rows, own)
         closed = outcomes.closed(d, arm, read, shares) if i == d else outcomes.most_closed(i, arm, read)[:, None]
-        found = np.maximum(found, arrives * closed)
+        found[s] = arrives * closed
     return found
 
 
@@ -190,6 +194,7 @@ def _walk(
         flow[k] -= cost
         spent += cost
         flow[now:end] += tokens[now:end] * saved[level]
-        jobs.append({"t": now * traffic.step_s, "action": "train", "bucket": traffic.labels[d], "what": arm.name, "reason": f"{rows:.0f} rows or more, known to pay", "domain": d, "rows": rows})  # fmt: skip
-        level, k = int(targets[k][level]), end - 1
+        (after, trained), k = targets[k][:, level].tolist(), end - 1
+        jobs.append({"t": now * traffic.step_s, "action": "train", "bucket": traffic.labels[trained], "what": arm.name, "reason": f"{rows:.0f} rows or more, known to pay", "domain": trained, "rows": rows})  # fmt: skip
+        level = after
     return flow, spent, jobs

@@ -233,19 +233,24 @@ class SimulatedOutcomes:
         """(training seconds, scoring seconds) of a burst of this step that nothing cuts short and that scores all rows."""
         return self.costs.seconds(arm, rows, float(self.cost[step]))
 
-    def is_bad(self, step: int) -> bool:
-        """A burst of this step fails or harms."""
-        return bool(self.fate[step] < self.failed + self.harmful)
+    def is_failed(self, step: int) -> bool:
+        """A burst of this step makes nothing."""
+        return bool(self.fate[step] < self.failed)
+
+    def is_harmful(self, step: int) -> bool:
+        """A burst of this step makes its domain worse and passes the gate."""
+        return bool(self.failed <= self.fate[step] < self.failed + self.harmful)
 
     def gain(self, domain: int, base: np.ndarray, closed: float) -> float:
         """Tokens a round that closing a share of what is left adds on the domain; base: (D,) lengths before."""
         return max(float(self.ceiling[domain] - base[domain]), 0.0) * closed
 
-    def trained(self, domain: int, base: np.ndarray, closed: float) -> np.ndarray:
-        """(D,) acceptance lengths after `closed` of what was left of its domain's gap was closed."""
+    def trained(self, domain: int, base: np.ndarray, closed: float, *, is_harmful: bool = False) -> np.ndarray:
+        """(D,) acceptance lengths after `closed` of what was left of its domain's gap was closed; harm is done to it alone."""
         new = 1.0 + (base - 1.0) * (1.0 - self.forgetting[domain] * closed)
         new += self.transfer[domain] * closed * np.maximum(self.ceiling - new, 0.0)
-        new[domain] = base[domain] + self.gain(domain, base, closed)
+        harmed = 1.0 + (base[domain] - 1.0) * (1.0 - self.harm)
+        new[domain] = harmed if is_harmful else base[domain] + self.gain(domain, base, closed)
         return new
 
     def train(self, order: TrainOrder) -> TrainTruth:
@@ -268,7 +273,7 @@ class SimulatedOutcomes:
         starts = before + np.arange(0.0, max(order.rows, 1), chunk)
         gains = self.gain(d, base, 1.0) * self.closed(d, order.arm, starts, share)[:, 0]
         rng, deviation = np.random.default_rng([self.noise_seed, k]), self.gate_noise * RECENT_REQUESTS**0.5 / base[d]
-        if self.fate[k] < self.failed:
+        if self.is_failed(k):
             train_s = min(fixed_s + row_s * order.rows, order.time_limit_s)
             return TrainTruth(status="failed", train_s=train_s, reason="the update diverged")
         for number, gain in enumerate(gains):
@@ -304,9 +309,8 @@ class SimulatedOutcomes:
             ):  # fmt: skip
                 break
         learner.rows = before + read
-        new = self.trained(d, base, float(self.closed(d, order.arm, np.array([learner.rows]), share)[0, 0]))
-        if self.is_bad(k):
-            status, new[d] = "accepted", 1.0 + (base[d] - 1.0) * (1.0 - self.harm)
+        closed, is_harmful = float(self.closed(d, order.arm, np.array([learner.rows]), share)[0, 0]), self.is_harmful(k)
+        new, status = self.trained(d, base, closed, is_harmful=is_harmful), "accepted" if is_harmful else status
         version = None
         if status == "accepted":
             version = f"v{len(self._lengths)}-{order.decision_id}"

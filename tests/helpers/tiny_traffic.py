@@ -39,11 +39,11 @@ def exhaustive(traffic: Traffic, outcomes: SimulatedOutcomes, slowdown: float) -
         return float(traffic.tokens[k] @ base_s) - cost - slowdown * busy * cost
 
     @functools.cache
-    def trained(domain: int, base: tuple) -> tuple:
+    def trained(domain: int, base: tuple, is_harmful: bool) -> tuple:
         lengths = np.array(base)
         share = outcomes.share(domain, lengths[domain : domain + 1])
         closed = float(outcomes.closed(domain, ARM, np.array([64.0]), share)[0, 0])
-        return tuple(outcomes.trained(domain, lengths, closed))
+        return tuple(outcomes.trained(domain, lengths, closed, is_harmful=is_harmful))
 
     @functools.cache
     def best(k: int, versions: tuple, own: tuple, job) -> float:
@@ -63,11 +63,11 @@ def exhaustive(traffic: Traffic, outcomes: SimulatedOutcomes, slowdown: float) -
             staging_s = outcomes.staging_s * sum(a != b for a, b in zip(chosen, own, strict=True))
             options.append(best(k + 1, known, chosen, rest) - staging_s)
             for d in domains:
-                if rest is not None or written[k, d] < 64 or outcomes.is_bad(k):
+                if rest is not None or written[k, d] < 64 or outcomes.is_failed(k):
                     continue
                 seconds = float(sum(outcomes.job_seconds(ARM, 64.0, k)))
                 for v in {chosen[d], 0}:
-                    ordered = (seconds, trained(d, known[v]))
+                    ordered = (seconds, trained(d, known[v], outcomes.is_harmful(k)))
                     options.append(best(k + 1, known, chosen, ordered) - seconds - staging_s)
         return now + max(options)
 

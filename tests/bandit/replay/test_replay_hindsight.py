@@ -8,7 +8,8 @@ from paceline.bandit.replay.hindsight import Executor, PlannedJob, best_plan, ne
 from paceline.bandit.replay.oracle import hindsight
 from paceline.bandit.replay.outcomes import FIRST, TrainOrder
 from paceline.bandit.replay.scenario import Scenario
-from paceline.bandit.replay.simulate import draw_world, simulate
+from paceline.bandit.replay.simulate import HINDSIGHT_SETTINGS, draw_world, simulate
+from paceline.bandit.replay.table import table_of
 from tests.helpers.tiny_traffic import ARM, CONFIG, exhaustive, tiny
 
 CELLS = [
@@ -108,3 +109,48 @@ def test_the_search_never_ends_below_the_plan_it_began_with():
     found = best_plan(traffic, outcomes, CONFIG, slowdown=0.05, arms=(ARM,))
     assert found.net_s >= max(executor.run([begun])[0].net_s, 0.0) - 1e-9
     assert all(len(p) in (len(begun), len(begun) - 1) for p in neighbours(begun, (ARM,)))
+
+
+def _table(**changes):
+    """Two classes of which the larger one learns from the other."""
+    own = {"acceptance_length": 1.5, "curves": {"full": [[1500, 3.0]]}}
+    return table_of({
+        "name": "t", "rounds": {"drafted_s": 0.0065, "plain_s": 0.005}, "classes": {"a": own, "b": own},
+        "jobs": {"full": {"fixed_s": 2.0, "row_s": 0.004, "scoring_s": 2.0}},
+        "traffic": [{"tokens": {"a": 500, "b": 3000}, "steps": 120}], "transfer": {"a": {"b": 1.0}}, **changes,
+    })  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"failures": {"harmful": 1.0, "harm": 0.0}}, {"failures": {"harmful": 0.5, "failed": 0.25, "harm": 0.5}},
+        {"jobs": {"full": {"fixed_s": 0.0, "row_s": 0.0, "scoring_s": 0.0}}, "transfer": {}},
+    ],
+)  # fmt: skip
+def test_what_a_job_carries_to_other_classes_counts_though_it_harms_its_own(changes):
+    world = _table(**changes)
+    for seed in range(2):
+        nets = [simulate(world, policy, {}, seed).net_s for policy in ("payoff", "always", "cara")]
+        plan, bound = (simulate(world, planner, {}, seed).net_s for planner in ("oracle", "bound"))
+        assert max(nets) <= plan + 1e-6 and 0.0 < plan <= bound + 1e-6
+
+
+def test_a_plan_gets_the_version_of_a_job_that_takes_no_time_when_the_service_gets_it():
+    traffic, outcomes = _table(jobs={"full": {"fixed_s": 0.0, "row_s": 0.0, "scoring_s": 0.0}}).draw(0)
+    executor = Executor(traffic, outcomes, CONFIG, slowdown=0.0, arms=outcomes.arms)
+    flow = executor.run([[PlannedJob(step=10, domain=1, arm=0, rows=5000.0)]])[0].flow
+    assert flow[11] == pytest.approx(0.0) and flow[12] != pytest.approx(0.0)
+
+
+def test_plans_with_hindsight_read_the_settings_that_they_are_swept_over():
+    read = set()
+
+    class Watched:
+        def __getattr__(self, name):
+            read.add(name)
+            return getattr(CONFIG, name)
+
+    traffic, outcomes = draw_world(_cell({}), 0)
+    assert best_plan(traffic, outcomes, Watched(), slowdown=0.05).num_jobs > 0  # which begins with the bound's plan
+    assert read == set(HINDSIGHT_SETTINGS)

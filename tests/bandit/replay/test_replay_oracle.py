@@ -1,9 +1,10 @@
 """The hindsight bound equals exhaustive search where both are exact, and no plan beats it; for policies see test_replay_hindsight.py."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from paceline.bandit.replay.curves import off_diagonal
 from paceline.bandit.replay.oracle import hindsight
 from paceline.bandit.replay.scenario import Scenario
 from paceline.bandit.replay.simulate import simulate
@@ -19,10 +20,15 @@ def test_the_bound_is_the_best_plan_where_nothing_is_relaxed(seed):
     assert bound.net_s == pytest.approx(exhaustive(traffic, outcomes, 0.0), rel=2e-3, abs=0.05)
 
 
-@given(seed=st.integers(0, 10_000), forgetting=st.floats(0, 0.6), slowdown=st.floats(0, 0.2))
-@settings(max_examples=8)
-def test_no_plan_of_a_tiny_service_beats_the_bound(seed, forgetting, slowdown):
-    traffic, outcomes = tiny(seed, 2, forgetting)
+@given(
+    seed=st.integers(0, 10_000), forgetting=st.floats(0, 0.6), slowdown=st.floats(0, 0.2), transfer=st.floats(0, 1),
+    harmful=st.sampled_from([0.0, 0.5, 1.0]), train_cost=st.sampled_from([3.0, 1e-6]),
+)  # fmt: skip
+@example(seed=0, forgetting=0.0, slowdown=0.0, transfer=1.0, harmful=1.0, train_cost=1e-6)
+@settings(max_examples=12)
+def test_no_plan_of_a_tiny_service_beats_the_bound(seed, forgetting, slowdown, transfer, harmful, train_cost):
+    traffic, outcomes = tiny(seed, 2, forgetting, train_cost)
+    outcomes.transfer, outcomes.harmful = off_diagonal(2, transfer), harmful
     traffic.tokens[4:] = 0.0  # keeps the search small
     bound = hindsight(traffic, outcomes, CONFIG, slowdown=slowdown, arms=(ARM,))
     assert bound.net_s >= exhaustive(traffic, outcomes, slowdown) - 1e-6
