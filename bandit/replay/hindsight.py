@@ -22,6 +22,8 @@ from paceline.contracts import ArmSpec
 
 MAX_ROUNDS = 40
 """Improvements after which the search stops."""
+CHUNK_BYTES = 1 << 30
+"""Of the plans that are carried out together, at least one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,18 @@ class Executor:
     def run(self, plans: list[list[PlannedJob]]) -> list[Outcome]:
         """Train by each plan, serve as well as the versions there are allow."""
         return self._serve([self._train(plan) for plan in plans])
+
+    def best(self, plans: list[list[PlannedJob]]) -> tuple[Outcome, int]:
+        """What the best of the plans comes to and its number, the first of several; CHUNK_BYTES are held at once."""
+        versions = 1 + max(map(len, plans))
+        plan_bytes = 12 * self.traffic.tokens.size * versions  # prices of float64, moves of int32
+        num, best = max(CHUNK_BYTES // plan_bytes, 1), None
+        for at in range(0, len(plans), num):
+            for number, found in enumerate(self.run(plans[at : at + num]), at):
+                if best is None or found.net_s > best[0].net_s:
+                    best = found, number
+        assert best is not None, "plans must not be empty"
+        return best
 
     def _train(self, plan: list[PlannedJob]) -> Trained:
         steps, step_s = self.traffic.num_steps, self.traffic.step_s
@@ -217,10 +231,10 @@ def _search(executor: Executor, plan: list[PlannedJob]) -> Outcome:
         plans = neighbours(plan, executor.arms)
         if not plans:
             break
-        found, changed = max(zip(executor.run(plans), plans, strict=True), key=lambda t: t[0].net_s)
+        found, number = executor.best(plans)
         if found.net_s <= best.net_s + 1e-9:
             break
-        best, plan = found, changed
+        best, plan = found, plans[number]
     return best
 
 

@@ -154,3 +154,10 @@ def test_plans_with_hindsight_read_the_settings_that_they_are_swept_over():
     traffic, outcomes = draw_world(_cell({}), 0)
     assert best_plan(traffic, outcomes, Watched(), slowdown=0.05).num_jobs > 0  # which begins with the bound's plan
     assert read == set(HINDSIGHT_SETTINGS)
+
+
+def test_the_search_finds_the_same_plan_however_many_it_carries_out_together(monkeypatch):
+    cell = _cell({"duration_s": 600.0, "forgetting": 0.3})
+    together = simulate(cell, "oracle", {}, 1)
+    monkeypatch.setattr("paceline.bandit.replay.hindsight.CHUNK_BYTES", 1)
+    assert simulate(cell, "oracle", {}, 1) == together and together.num_jobs > 1
