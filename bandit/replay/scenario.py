@@ -8,6 +8,7 @@ from typing import Annotated as A
 
 import numpy as np
 
+from paceline.errors import ConfigError
 from paceline.records import Setting, record, require
 
 RECURRENCES = ("steady", "cycle", "fresh", "drift")
@@ -25,6 +26,8 @@ MAX_DURATION_S, MAX_STEPS = 2e6, 200_000
 """Longest replay: 23 days, and as many steps."""
 MAX_COUNT = 1_000_000
 """Most replicas, or requests in a round."""
+MAX_WORLD_BYTES = 8 << 30
+"""Most memory that drawing a world may take."""
 DAY_S = 14_400.0
 """Length of the simulated day."""
 PREVIOUS_SHARE = 0.15
@@ -113,6 +116,17 @@ class Traffic:
         """Device seconds per token at an acceptance length."""
         q = self.drafted_share(length)
         return (q * self.drafted_s + (1 - q) * self.plain_s) / (q * np.maximum(length, 1.0) + 1 - q)
+
+
+def check_world(name: str, num_steps: int, num_domains: int) -> None:
+    """Raise ConfigError for a world too large to draw: (T, D) tokens and what is made on the way to them, (D, D) transfers."""
+    num_bytes = 8 * num_domains * (5 * num_steps + 3 * num_domains)
+    if num_bytes > MAX_WORLD_BYTES:
+        raise ConfigError(
+            f"world {name!r} must take at most {MAX_WORLD_BYTES >> 30} GiB of memory, got about {num_bytes / 2**30:.0f} GiB for "
+            f"{num_steps} steps of {num_domains} domains; longer regimes or fewer classes make fewer domains, a longer step_s "
+            "or a shorter duration fewer steps"
+        )
 
 
 def round_seconds(batch_size: int) -> tuple[float, float]:

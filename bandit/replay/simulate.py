@@ -12,7 +12,7 @@ import numpy as np
 from paceline.bandit.replay.hindsight import best_plan
 from paceline.bandit.replay.oracle import hindsight
 from paceline.bandit.replay.outcomes import SimulatedOutcomes
-from paceline.bandit.replay.scenario import Scenario, Traffic, draw_traffic, num_domains
+from paceline.bandit.replay.scenario import Scenario, Traffic, check_world, draw_traffic, num_domains
 from paceline.bandit.replay.world import RunResult, World
 from paceline.config import PolicyConfig
 
@@ -45,11 +45,14 @@ def draw_world(cell: Cell, seed: int) -> tuple[Traffic, SimulatedOutcomes]:
     """Traffic and truth of a cell and seed, the same for every policy.
 
     Those of a formula world are also independent of its training cost.
+
+    Raises: ConfigError for a world that takes too much memory.
     """
     if not isinstance(cell, Scenario):
         return cell.draw(seed)
     key = zlib.crc32(f"{cell.recurrence}|{cell.regime_s:g}".encode())
     count = num_domains(cell, np.random.default_rng([seed, key, 1]))
+    check_world(cell.name, cell.num_steps, count)
     outcomes = SimulatedOutcomes.draw(cell, count, np.random.default_rng([seed, key, 2]))
     traffic = draw_traffic(cell, outcomes.first, np.random.default_rng([seed, key, 1]))
     return traffic, outcomes

@@ -21,7 +21,7 @@ from paceline.bandit.beliefs.arms import default_arms
 from paceline.bandit.beliefs.job_cost import STAGING_PRIOR_S
 from paceline.bandit.replay.curves import TableCosts, TableCurves
 from paceline.bandit.replay.outcomes import FIRST, GATE_NOISE, HARM, SimulatedOutcomes
-from paceline.bandit.replay.scenario import MAX_COUNT, MAX_STEPS, Traffic
+from paceline.bandit.replay.scenario import MAX_COUNT, MAX_STEPS, Traffic, check_world
 from paceline.errors import ConfigError
 from paceline.records import Setting, build, json_schema, record, require
 
@@ -183,8 +183,12 @@ class TableWorld:
         return self.step_s * sum(spell.steps for spell in self.traffic)
 
     def draw(self, seed: int) -> tuple[Traffic, SimulatedOutcomes]:
-        """Traffic, which is the table's, and truth, of which the seed draws luck, seconds, failures and the gate's errors."""
+        """Traffic, which is the table's, and truth, of which the seed draws luck, seconds, failures and the gate's errors.
+
+        Raises: ConfigError for a world that takes too much memory.
+        """
         names = list(self.classes)
+        check_world(self.name, sum(spell.steps for spell in self.traffic), len(names))
         table = np.array([[spell.tokens.get(n, 0.0) for n in names] for spell in self.traffic])
         tokens = np.repeat(table, [spell.steps for spell in self.traffic], axis=0)
         own = list(self.classes.values())

@@ -8,6 +8,8 @@ import pytest
 
 from paceline.bandit.replay.grid import grid, named_cells
 from paceline.bandit.replay.scenario import Scenario, regimes
+from paceline.bandit.replay.simulate import draw_world
+from paceline.bandit.replay.table import table_of
 from paceline.errors import ConfigError
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "policies.md"
@@ -28,6 +30,19 @@ PAGE = Path(__file__).resolve().parents[3] / "docs" / "policies.md"
 def test_a_setting_that_makes_no_sense_is_refused_by_name(change):
     with pytest.raises(ConfigError, match=next(iter(change))):
         Scenario(name="x", **change)
+
+
+def test_a_world_too_large_for_memory_is_refused_before_it_is_drawn():
+    longest = Scenario(name="long", recurrence="fresh", regime_s=10.0, duration_s=2e6)
+    with pytest.raises(
+        ConfigError, match=r"'long' must take at most 8 GiB of memory, got about \d+ GiB for 200000 steps"
+    ):
+        draw_world(longest, 0)
+    classes = {f"c{i}": {"acceptance_length": 1.5} for i in range(6000)}
+    jobs = {"full": {"fixed_s": 1, "row_s": 1, "scoring_s": 1}}
+    table = {"name": "wide", "rounds": {"drafted_s": 1, "plain_s": 1}, "jobs": jobs, "classes": classes}
+    with pytest.raises(ConfigError, match=r"'wide' must take .* for 200000 steps of 6000 domains; .*fewer classes"):
+        draw_world(table_of({**table, "traffic": [{"steps": 200_000, "tokens": {"c0": 1}}]}), 0)
 
 
 def test_the_synthetic_grid_has_at_least_24_cells_of_every_axis():
