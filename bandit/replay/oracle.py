@@ -18,7 +18,7 @@ from paceline.config import PolicyConfig
 from paceline.contracts import ArmSpec
 
 NUM_LEVELS = 64
-ROW_GRID = tuple(float(v) for v in np.geomspace(64, 16_384, 36))
+ROW_GRID = tuple(np.concatenate([np.geomspace(64, 2**14, 36), np.geomspace(2**14, 2**30, 71)[1:]]).tolist())
 """Row counts between which a job's size is bracketed."""
 
 

@@ -21,8 +21,8 @@ REFUSED = "refused"
 """Name of a snapshot that did not become a version."""
 GATE_NOISE = 0.03
 """Standard error of the paired gain of RECENT_REQUESTS requests, tokens a round."""
-KNOWN_GRID = np.concatenate([[0.0], np.geomspace(1.0, 2.0**21, 500)])
-"""Rows between which it is looked up how many a version has learned."""
+KNOWN_GRID = np.concatenate([[0.0], np.geomspace(1.0, 2.0**21, 500), np.geomspace(2.0**21, 2.0**31, 240)[1:]])
+"""Rows between which it is looked up how many a version has learned; they reach beyond the last point of any table."""
 HARM = 0.15
 """Share of the acceptance length above 1 that a harmful job takes away."""
 KNOWN_ROWS = 200_000

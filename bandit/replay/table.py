@@ -34,7 +34,7 @@ MAX_LENGTH = 64
 ARMS = {arm.parameters: arm for arm in default_arms()}
 """Arm in a table -> what it trains; the names of the controller's own ways to train."""
 
-Point = tuple[A[float, Setting(gt=0)], A[float, Setting(ge=1, le=MAX_LENGTH)]]
+Point = tuple[A[float, Setting(gt=0, le=MAX_ROWS)], A[float, Setting(ge=1, le=MAX_LENGTH)]]
 """(rows, acceptance length behind so many rows)."""
 Share = A[float, Setting(ge=0, le=1)]
 

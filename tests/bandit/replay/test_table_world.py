@@ -63,7 +63,7 @@ MISTAKES = [  # (path, value, what the error says, whether the schema alone find
     (("classes", "chat", "acceptance_length"), 0.5, r"world\.classes\.chat\.acceptance_length must be in \[1, 64\], got 0\.5", True),
     (("classes", "chat", "acceptance_length"), "2", r"world\.classes\.chat\.acceptance_length must be float, got '2'", True),
     (("classes", "code", "curves", "full", 0), [500], r"world\.classes\.code\.curves\.full\[0\]\[1\] must be given", True),
-    (("classes", "code", "curves", "full", 0, 0), -5, r"world\.classes\.code\.curves\.full\[0\]\[0\] must be > 0, got -5", True),
+    (("classes", "code", "curves", "full", 0, 0), -5, r"world\.classes\.code\.curves\.full\[0\]\[0\] must be in \(0, 1000000000\], got -5", True),
     (("classes", "code", "curves", "full"), [], r"world\.classes\.code\.curves\.full must not be empty", True),
     (("classes", "code", "curves", "full", 0, 0), 5000, r"world\.classes\.code\.curves\.full\[1\]\[0\] must be more rows than the point before \(5000\), got 4000", False),
     (("classes", "code", "curves", "full", 1, 1), 1.45, r"world\.classes\.code\.curves\.full\[1\]\[1\] must be at least the acceptance length before \(1\.5\), got 1\.45", False),
@@ -320,3 +320,17 @@ def test_no_policy_beats_the_bound_of_a_family(name, monkeypatch):
     for policy in ("payoff", "always") if name in ("zipf", "hidden-morph") else POLICIES:
         run = simulate(cell, policy, {}, 0)
         assert run.net_s <= bound + 1e-6 and run.contradictions == []
+
+
+def test_learning_that_begins_behind_millions_of_rows_is_learned_from_there():
+    late = {
+        **WORLD["classes"],
+        "code": {"acceptance_length": 1.4, "curves": {"full": [[4_000_000, 1.5], [500_000_000, 2.4]]}},
+    }
+    _, outcomes = table_of({**WORLD, "classes": late, "noise": {"gain": 0, "cost": 0, "gate": 0}}).draw(0)
+    share = outcomes.share(1, np.array([1.5]))  # where 4 M rows have brought it
+    closed = outcomes.closed(1, outcomes.arms[0], np.array([248_000_000.0]), share)[0, 0]
+    assert 1.5 + closed * (2.4 - 1.5) == pytest.approx(1.95, abs=0.01)
+    bad = {**WORLD["classes"], "code": {"acceptance_length": 1.4, "curves": {"full": [[2e9, 2.4]]}}}
+    with pytest.raises(ConfigError, match=r"curves.* must be in \(0, 1000000000\], got 2000000000"):
+        table_of({**WORLD, "classes": bad})
