@@ -259,7 +259,7 @@ def _matrix(table: Mapping[str, Mapping[str, float]], names: list[str]) -> np.nd
 def read_table(path: Path) -> TableWorld:
     """The world of a JSON file. Raises: ConfigError that names the path in it and the rule, in one sentence."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_keys_once)
     except OSError as e:
         raise ConfigError(f"world {path} must be a readable file: {e.strerror}") from e
     except (ValueError, RecursionError) as e:
@@ -268,6 +268,15 @@ def read_table(path: Path) -> TableWorld:
         return table_of(values)
     except ConfigError as e:
         raise ConfigError(f"{path}: {e}") from None
+
+
+def _keys_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The mapping of a JSON object. Raises: ValueError for a key that comes twice, of which the first would be lost."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"key {next(n for n in names if names.count(n) > 1)!r} must come once in its object")
+    return values
 
 
 def table_of(values: Any) -> TableWorld:

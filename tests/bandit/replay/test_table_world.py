@@ -101,6 +101,7 @@ def test_a_mistake_is_refused_by_its_path_and_its_rule(tmp_path, path, value, me
         ("{", "must be JSON"),
         ("[" * 100_000, "must be JSON"),
         ("[]", "world must be a mapping"),
+        (json.dumps(WORLD)[:-1] + ', "traffic": []}', "must be JSON: key 'traffic' must come once in its object"),
         (json.dumps(WORLD).replace('"x"', '"\\ud800"'), r"json: world must be text of whole characters.{,50}$"),
         (json.dumps(WORLD).replace("2400", "NaN"), r"traffic\[1\]\.tokens\.code must be a finite number"),
         (json.dumps(WORLD).replace("2400", "1e999"), r"traffic\[1\]\.tokens\.code must be a finite number"),
