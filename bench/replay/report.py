@@ -400,6 +400,7 @@ def write_suggestion(report: dict[str, Any], path: Path) -> list[str]:
     import yaml
 
     values, why = suggest(report)
-    comments = "".join(f"# {line}\n" for line in why)
+    # a name may hold line breaks and other characters that YAML has no place for
+    comments = "".join(f"# {''.join(c if c.isprintable() else ' ' for c in line)}\n" for line in why)
     write_atomic(path, comments + yaml.safe_dump(values, sort_keys=False))
     return why

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from paceline.bench.replay.report import advice, cell_rows, checks, regret, suggest
+from paceline.bench.replay.report import advice, cell_rows, checks, regret, suggest, write_suggestion
 from paceline.cli.main import app
 from paceline.config import load_config
 from paceline.errors import PacelineError
@@ -47,6 +47,13 @@ def test_a_suggestion_is_a_configuration_with_its_reasons(tmp_path):
     assert load_config(out).policy.policy in ("payoff", "never")
     assert out.read_text().startswith("# ") and "6 seeds" in out.read_text()
     assert "oracle" not in result.output.replace("oracle %", "").replace("of oracle", "")
+
+
+def test_a_name_that_breaks_lines_breaks_no_suggestion(tmp_path):
+    rows = [_row("a\nb: 1\u2028- \x07c", label, seed, 1.0) for label in ("payoff", "never") for seed in range(6)]
+    write_suggestion(_report(rows), tmp_path / "s.yaml")
+    assert load_config(tmp_path / "s.yaml").policy.policy in ("payoff", "never")
+    assert "(a b: 1 -  c)" in (tmp_path / "s.yaml").read_text()
 
 
 @pytest.mark.parametrize(
