@@ -208,16 +208,32 @@ def check_output(path: Path | None, option: str) -> Path | None:
     if path is None:
         return None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_file() or path.is_dir():  # a pipe would wait for its reader
-            path.open("a").close()
-        elif not path.exists():  # by another name: a reader that waits for this one must not find it empty
-            probe = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+        place = _place(path)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if place.is_file() or place.is_dir():
+            place.open("a").close()
+        if not place.exists() or (place.is_file() and not _is_stream(path)):
+            # by another name: a reader that waits for this one must not find it empty
+            probe = place.with_name(f"{place.name}.{uuid.uuid4().hex}.tmp")
             probe.open("x").close()
             probe.unlink()
     except OSError as e:
         raise ConfigError(f"{option} must name a file that can be written, got {path}: {e.strerror}") from e
     return path
+
+
+def _place(path: Path) -> Path:
+    """Where a path's links lead. Raises: OSError where they lead nowhere."""
+    try:
+        return path.resolve()
+    except RuntimeError:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from None
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether a path names something that is written to as it goes: a pipe or device, or what a process has open."""
+    is_other = path.exists() and not path.is_file() and not path.is_dir()
+    return is_other or str(path.absolute()).startswith(("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/"))
 
 
 def check_folder(folder: Path, file: str, option: str) -> None:
@@ -260,11 +276,11 @@ def open_atomic(path: str | Path) -> Iterator[BinaryIO]:
     file, as a pipe or /dev/stdout, is written to as it goes. Raises: OSError.
     """
     path = Path(path)
-    if path.exists() and not path.is_file() and not path.is_dir():
-        with path.open("wb") as stream:
+    if _is_stream(path):
+        with path.open("ab") as stream:  # what leads to a file stands behind what is there
             yield stream
         return
-    path = path.resolve()
+    path = _place(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
     try:

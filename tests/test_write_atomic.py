@@ -45,6 +45,20 @@ def test_a_link_stays_one_and_what_is_no_file_is_written_to_as_it_goes(tmp_path)
         write_atomic(tmp_path / "pipe", b"through")
         assert reader.communicate()[0] == b"through"
     assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "out").write_text("before\n")
+    with (tmp_path / "out").open("a") as out:
+        write_atomic(f"/dev/fd/{out.fileno()}", b"behind")
+    assert (tmp_path / "out").read_text() == "before\nbehind"
+    if os.access("/dev/shm", os.W_OK):
+        shared = Path(f"/dev/shm/{tmp_path.name}-{os.getpid()}")
+        for text in (b"old", b"new"):
+            write_atomic(shared, text)
+        assert shared.read_bytes() == b"new", "a folder as any other"
+        shared.unlink()
+    for name, to in (("round", tmp_path / "round"), ("nowhere", Path("/proc/none/x"))):
+        (tmp_path / name).symlink_to(to)
+        with pytest.raises(ConfigError, match="json must name a file that can be written"):
+            check_output(tmp_path / name, "json")
     write_atomic("/dev/null", b"nothing")
     assert Path("/dev/null").is_char_device()
 

@@ -126,7 +126,11 @@ class DrafterRegistry:
         )
         write_atomic(self._fs, self._blob_path(sha), data)
         write_atomic(self._fs, self._manifest_path(version), msgspec.json.encode(manifest))
-        delete_unfinished(self._fs, self._blob_path(sha).rpartition("/")[0], self._clock.now())
+        for path in (self._blob_path(sha), self._manifest_path(version)):
+            try:
+                delete_unfinished(self._fs, path.rpartition("/")[0], self._clock.now())
+            except OSError as e:  # the version is there
+                log.debug("unfinished files beside %s stay: %s", path, e)
         return manifest
 
     def get_manifest(self, version: str, *, target_version: str | None = None) -> DrafterManifest:

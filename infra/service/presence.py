@@ -10,6 +10,7 @@ process never learns of a replica that started since (https://github.com/ray-pro
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -37,7 +38,7 @@ _SERVING = (ReplicaState.RUNNING, ReplicaState.UPDATING, ReplicaState.PENDING_MI
 
 UNTOLD_S = 5.0
 """How long a replica that runs may be unknown here before news are asked for anew; they take well below a second."""
-_RETRY_S = 1.0
+_RETRY_S, _MOST_RETRY_S = 1.0, 30.0
 
 
 def details() -> ServeInstanceDetails | None:
@@ -63,19 +64,20 @@ class Listening:
     """Has this process listen to Serve's controller whatever happens to a call; one a process."""
 
     def __init__(self) -> None:
-        self._clients: weakref.WeakSet[LongPollClient] = weakref.WeakSet()
-        self._told: dict[tuple[str, str], set[str]] = {}
-        """(application, deployment) that this process listens for -> its replicas by the latest news."""
+        self._told: weakref.WeakKeyDictionary[LongPollClient, dict[tuple[str, str], set[str]]]
+        self._told = weakref.WeakKeyDictionary()
+        """Client that listens -> (application, deployment) -> its replicas by the latest news."""
         self._untold_since: dict[str, float] = {}
-        """Replica that runs and is not among them -> s of the steady clock."""
+        """Replica that runs and that a client was not told of -> s of the steady clock."""
+        self._num_lost: weakref.WeakKeyDictionary[LongPollClient, int] = weakref.WeakKeyDictionary()
+        """Client -> its calls since the latest news that ended without any."""
 
     def start(self) -> Listening:
         """Take the place of what Ray's clients do behind an answer."""
-        process, clients = LongPollClient._process_update, self._clients
+        process = LongPollClient._process_update
 
         def poll_next(client: LongPollClient) -> None:
             if client.is_running:
-                clients.add(client)
                 client._callbacks_processed_count = 0
                 client._current_ref = ref = client.host_actor.listen_for_change.remote(client.snapshot_ids)
                 # a call that was given up may still be answered
@@ -85,49 +87,71 @@ class Listening:
 
         def process_update(client: LongPollClient, updates: Any) -> None:
             if isinstance(updates, Exception) and not isinstance(updates, RayTaskError):
-                log.info("Serve's controller gave no news of replicas, it is asked again: %s", type(updates).__name__)
-                if client.is_running and client.event_loop.is_running():
-                    client.event_loop.call_soon_threadsafe(client.event_loop.call_later, _RETRY_S, _ask_anew, client)
+                self._lost(client, updates)
                 return
-            for key, update in updates.items() if isinstance(updates, dict) else ():
+            self._num_lost.pop(client, None)
+            for key, update in updates.items() if isinstance(updates, dict) and client.is_running else ():
                 if isinstance(key, tuple) and key[0] == LongPollNamespace.DEPLOYMENT_TARGETS:
-                    news = update.object_snapshot.running_replicas
-                    self._told[(key[1].app_name, key[1].name)] = {r.replica_id.unique_id for r in news}
+                    names = {r.replica_id.unique_id for r in update.object_snapshot.running_replicas}
+                    self._told.setdefault(client, {})[(key[1].app_name, key[1].name)] = names
+            client._callbacks_processed_count = 0  # where some of an answer before it have yet to run, too
             process(client, updates)
 
         LongPollClient._poll_next, LongPollClient._process_update = poll_next, process_update  # type: ignore[method-assign, assignment]
         return self
 
+    def _lost(self, client: LongPollClient, error: Exception) -> None:
+        """Have a client whose call ended without news ask later."""
+        num = self._num_lost[client] = self._num_lost.get(client, 0) + 1
+        if num == 1:
+            log.warning("Serve's controller gave no news of replicas, it is asked again: %s", type(error).__name__)
+        if client.is_running and client.event_loop.is_running():
+            wait_s = min(num * _RETRY_S, _MOST_RETRY_S)
+            client.event_loop.call_soon_threadsafe(client.event_loop.call_later, wait_s, _ask_anew, client)
+
     def look(self, found: ServeInstanceDetails) -> None:
-        """Ask for news anew where a replica runs that this process was not told of."""
-        now, untold = time.monotonic(), {}
-        for (application, deployment), told in list(self._told.items()):
-            app = found.applications.get(application)
-            replicas = app.deployments[deployment].replicas if app is not None and deployment in app.deployments else ()
-            for name in {r.replica_id for r in replicas if r.state == ReplicaState.RUNNING} - told:
-                untold[name] = self._untold_since.get(name, now)
-        late = sorted(name for name, since in untold.items() if now - since >= UNTOLD_S)
-        self._untold_since = {name: now if name in late else since for name, since in untold.items()}
+        """Ask for news anew where a replica runs that a client was not told of."""
+        now = time.monotonic()
+        untold: dict[str, list[LongPollClient]] = {}
+        for client, told in list(self._told.items()):
+            for (application, deployment), names in list(told.items()) if client.is_running else ():
+                app = found.applications.get(application)
+                there = (
+                    app.deployments[deployment].replicas if app is not None and deployment in app.deployments else ()
+                )
+                for name in {r.replica_id for r in there if r.state == ReplicaState.RUNNING} - names:
+                    untold.setdefault(name, []).append(client)
+        since = {name: self._untold_since.get(name, now) for name in untold}
+        late = sorted(name for name in untold if now - since[name] >= UNTOLD_S)
+        self._untold_since = {name: now if name in late else since[name] for name in untold}
         if late:
-            log.warning(
-                "replicas %s run, and this process was not told: it asks Serve's controller anew", ", ".join(late)
-            )
-            for client in list(self._clients):
-                if client.event_loop.is_running():
-                    client.event_loop.call_soon_threadsafe(_ask_anew, client)
+            names = ", ".join(late)
+            log.warning("replicas %s run, and this process was not told: it asks Serve's controller anew", names)
+        for client in {c for name in late for c in untold[name]}:
+            if client.event_loop.is_running():
+                client.event_loop.call_soon_threadsafe(_ask_anew, client)
+
+
+@functools.cache
+def listening() -> Listening:
+    """This process' own, begun."""
+    return Listening().start()
 
 
 def _ask_anew(client: LongPollClient) -> None:
     """Have a client ask for all that there is, in its event loop."""
     client.snapshot_ids.update(dict.fromkeys(client.snapshot_ids, -1))
-    client._poll_next()
+    try:
+        client._poll_next()
+    except Exception as e:
+        log.warning("Serve's controller cannot be asked for news of replicas, later again: %s", e)
+        client.event_loop.call_later(_RETRY_S, _ask_anew, client)
 
 
 class Presence:
     """The latest answer of `routes`, and a process that is told of replicas."""
 
     def __init__(self) -> None:
-        self._listening = Listening()
         self._routes: dict[str, bool] = {}
         self._wanted_s = self._looked_s = time.monotonic()
         self._wake = threading.Event()
@@ -142,7 +166,7 @@ class Presence:
 
     def start(self) -> Presence:
         """Ask in a thread for as long as the process lives."""
-        self._listening.start()
+        listening()
         threading.Thread(target=self._run, name="presence", daemon=True).start()
         return self
 
@@ -156,7 +180,7 @@ class Presence:
                 now = details()
                 found = {} if now is None else routes(now)
                 if now is not None:
-                    self._listening.look(now)
+                    listening().look(now)
             except Exception as e:  # Serve's controller is coming back: replicas that run go on
                 log.debug("Serve does not say what runs: %s", e)
                 found = {}

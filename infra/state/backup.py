@@ -191,7 +191,7 @@ def run_restore(options: RestoreOptions, console: Console) -> Manifest:
                     f"restore must not overwrite the state of service {manifest.model_name!r} in {where}; give --replace "
                     "to put it aside"
                 )
-            if url and held:
+            if url:
                 _fence(url, keys)
             if home.exists():
                 aside = home.with_name(f".{home.name}.before.{time.strftime('%Y%m%d-%H%M%S')}.{uuid.uuid4().hex[:4]}")
@@ -289,6 +289,7 @@ def _fence(url: str, keys: Keys) -> None:
     gone would be a Redis that lost its data, and it would write its own back. The next start takes a higher one."""
     try:
         with patient_client(url) as client:
+            client.delete(keys.reserve, keys.feedback)  # room, where Redis is full
             value: Any = client.get(keys.epoch)
             client.set(keys.epoch, f"{parse_epoch(value)[0] + 1}:restore")
     except RedisError as e:

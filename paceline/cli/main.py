@@ -157,11 +157,11 @@ def main() -> None:
     try:
         app()
     except (PacelineError, OSError) as e:
-        is_file = isinstance(e, OSError)
-        if is_file and (hasattr(e, "__notes__") or (e.filename is None and e.errno not in _FULL)):
-            raise
-        where = getattr(e, "filename", None) or "a file could not be written"
-        words = f"{where}: {e.strerror}" if is_file else str(e)
+        words = str(e)
+        if isinstance(e, OSError):
+            if hasattr(e, "__notes__") or (e.filename is None and e.errno not in _FULL):
+                raise
+            words = f"{e.filename or 'a file could not be written'}: {e.strerror}"
         Console(stderr=True).print("[red]error:[/red]", escape(words), highlight=False, emoji=False, soft_wrap=True)
         sys.exit(2)
 

@@ -47,6 +47,8 @@ def test_it_asks_often_while_requests_come_and_at_once_behind_a_quiet_time(
     monkeypatch.setattr(presence, "details", lambda: SimpleNamespace(applications={}))
     for name, seconds in (("EVERY_S", 0.02), ("QUIET_EVERY_S", 600.0), ("QUIET_AFTER_S", 0.5)):
         monkeypatch.setattr(presence, name, seconds)
+    own = presence.Listening()  # begun for no other test of this process: Ray's class is everybody's
+    monkeypatch.setattr(presence, "listening", lambda: own)
     found = presence.Presence().start()
     wait_until(lambda: len(looks) >= 5 and found.is_gone("/v1/models"))
     wait_until(lambda: time.monotonic() - looks[-1] > 0.4)  # no request any more
@@ -126,6 +128,23 @@ def test_a_process_asks_again_whatever_becomes_of_a_call(
     host.answers[3](lost)
     time.sleep(0.1)
     assert len(host.answers) == 4
+
+
+def test_what_a_stopped_client_is_told_counts_for_nobody(
+    listening: presence.Listening, loop: Any, monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None]
+) -> None:
+    """A router's own client is stopped for one that all routers share, while its last call is on its way."""
+    monkeypatch.setattr(presence, "UNTOLD_S", 0.1)
+    stopped, shared = Host(), Host()
+    first = LongPollClient(stopped, {KEY: print}, loop, "own")
+    second = LongPollClient(shared, {KEY: print}, loop, "shared")
+    wait_until(lambda: stopped.answers and shared.answers)
+    shared.answers[0](news("a"))
+    wait_until(lambda: len(shared.answers) == 2)  # the call that never ends
+    first.stop()
+    stopped.answers[0](news("a", "b"))
+    wait_until(lambda: listening.look(runs("a", "b")) or len(shared.answers) == 3)
+    assert len(stopped.answers) == 1 and second.is_running
 
 
 def test_a_process_that_was_not_told_of_a_replica_asks_anew(
