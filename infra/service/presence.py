@@ -125,8 +125,9 @@ class Listening:
         late = sorted(name for name in untold if now - since[name] >= UNTOLD_S)
         self._untold_since = {name: now if name in late else since[name] for name in untold}
         if late:
-            names = ", ".join(late)
-            log.warning("replicas %s run, and this process was not told: it asks Serve's controller anew", names)
+            log.warning(
+                "replicas %s run, and this process was not told: it asks Serve's controller anew", ", ".join(late)
+            )
         for client in {c for name in late for c in untold[name]}:
             if client.event_loop.is_running():
                 client.event_loop.call_soon_threadsafe(_ask_anew, client)

@@ -8,7 +8,16 @@ from paceline.bandit.beliefs.belief import FAST, epoch_weight
 from paceline.bandit.controller.controller import Controller, HostContext
 from paceline.bandit.controller.epoch import bucket_beliefs, pooled_beliefs
 from paceline.config import PolicyConfig
-from paceline.contracts import CellSums, FeedbackSums, RequestSums, ShadowScore, SizeSums, TrainResult
+from paceline.contracts import (
+    CellSums,
+    FeedbackSums,
+    LedgerEntry,
+    RequestSums,
+    RoundMean,
+    ShadowScore,
+    SizeSums,
+    TrainResult,
+)
 from paceline.machine import ManualClock
 
 EPOCH_S = 10.0
@@ -316,3 +325,64 @@ def test_a_part_is_believed_to_be_what_it_is_and_not_what_its_whole_was():
     service.epoch(part=2, num_rounds=36)
     assert table.estimate("whole", "v0")[0] == pytest.approx(2.0)
     assert table.estimate("part", "v0")[0] == pytest.approx(40 / 36)
+
+
+class _Adapted(_Service):
+    """A class with a version of its own beside a hold-back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[LedgerEntry] = []
+
+    def two_groups(self, adaptive_s: float, static_s: float, *, length: float = 2.0, slow: float = 0.0) -> None:
+        """An epoch of 20 and 8 requests at so many seconds a token; a job beside half of it makes them slower."""
+        self.seq += 1
+        factor, rng = 1 + slow / 2, np.random.default_rng(self.seq)
+        cells, rounds = [], []
+        for group, version, token_s, num in (("adaptive", "v1", adaptive_s, 20), ("static", "v0", static_s, 8)):
+            num_rounds = round(TOKENS / length)
+            seconds = [factor * token_s * TOKENS * (1 + 0.05 * z) for z in rng.standard_normal(num)]
+            cells.append(CellSums(
+                bucket="a", group=group, version=version,
+                sizes={1: SizeSums(
+                    num_rounds=num_rounds * num, drafted_rounds=num_rounds * num, drafted_s=sum(seconds), num_tokens=TOKENS * num
+                )},
+                requests={
+                    f"{self.seq}.{group}.{i}": RequestSums(s, TOKENS, num_rounds, TOKENS) for i, s in enumerate(seconds)
+                },
+            ))  # fmt: skip
+            for is_training in (False, True) if slow else (False,):
+                rounds.append(RoundMean(
+                    batch_size=1, is_drafted=True, is_training=is_training, num_rounds=num_rounds * num // (2 if slow else 1),
+                    mean_s=token_s * length * (1 + slow * is_training),
+                ))  # fmt: skip
+        self.controller.observe(FeedbackSums(cells=cells, rounds=rounds))
+        self.clock.advance(EPOCH_S)
+        self.controller.tick(self.clock.now(), self.context)
+        self.entries += self.controller.drain()[1]
+
+    def booked(self, kind: str) -> float:
+        return sum(e.seconds for e in self.entries if e.kind == kind)
+
+
+def test_a_job_beside_serving_costs_interference_and_makes_no_saving():
+    saved = []
+    for slow in (0.0, 1.0):
+        service = _Adapted()
+        for number in range(12):
+            service.two_groups(0.004, 0.006, slow=slow if number > 3 else 0.0)
+        saved.append(service.booked("saving"))
+        assert (service.booked("interference") > 0) == (slow > 0)
+    assert saved[1] == pytest.approx(saved[0], rel=0.01) == pytest.approx(12 * 20 * TOKENS * 0.002, rel=0.1)
+
+
+def test_what_the_comparison_lacks_is_booked_where_the_text_changes_and_the_books_add_up():
+    service = _Adapted()
+    for phase in range(8):
+        for _ in range(12):
+            service.two_groups(*((0.004, 0.005), (0.009, 0.008))[phase % 2], length=(3.0, 1.5)[phase % 2])
+    ends = [e for e in service.entries if e.entry_id.endswith(":end")]
+    assert ends and all((e.kind, e.bucket, e.version) == ("saving", "a", "v1") for e in ends)
+    assert len({e.entry_id for e in service.entries}) == len(service.entries)
+    assert service.booked("saving") == pytest.approx(0.0, abs=0.05 * 96 * 20 * TOKENS * 0.001)
+    assert service.controller.check(service.entries) == []
