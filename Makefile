@@ -8,8 +8,8 @@ PROMPTFOO_VERSION := 0.123.1
 RAY_VERSION := $(shell sed -n "s/^ray==//p" constraints.txt)
 PY := $(VENV)/bin/python
 ARGS ?=
-# Test processes, one thread each when there are several: half of what they do is waiting
-WORKERS ?= 4
+# Test processes, one thread each when there are several; four keep both of two cores busy, and are no faster
+WORKERS ?= 3
 # Oversubscribed cores ruin both timings and tests: two busy multi-threaded processes stall each other.
 export RAY_USAGE_STATS_ENABLED ?= 0
 export HF_HUB_OFFLINE ?= 1
@@ -22,7 +22,7 @@ export PYTHONDONTWRITEBYTECODE =
 help:
 	@echo "make chat  [ARGS='--port N']            talk to a small real model in the browser and see what is drafted"
 	@echo "make demo  [ARGS='--json F --html F']  the whole loop on this computer, about 7 minutes"
-	@echo "make test  [ARGS='-k name'] [WORKERS=4] every test that needs no GPU"
+	@echo "make test  [ARGS='-k name'] [WORKERS=3] every test that needs no GPU"
 	@echo "make test-vllm [VLLM_VENV=DIR]         drafters and the plugin in a real vLLM on the CPU (4 GB, installed once; 25 minutes)"
 	@echo "make test-clients                      LangChain, LiteLLM, instructor, OpenAI's agents, lm-eval, promptfoo against the API (5 GB, installed once)"
 	@echo "make serve [ARGS='--model DIR']        OpenAI-compatible server in the foreground"
