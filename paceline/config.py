@@ -216,7 +216,7 @@ class PolicyConfig:
     interval_s: A[float, Setting(ge=0)] = 120.0
     """Period of the `interval` policy."""
     bank_s: A[float, Setting(ge=0)] = 40.0
-    """Starting balance for every device that serving keeps busy, a part of it for a part; what is bought, the bank covers as expected."""
+    """Starting balance for every device that serving keeps busy, a part of it for a part; nothing is bought that is expected to cost more than is left."""
     bank_income: A[float, Setting(ge=0, le=1)] = 0.01
     """Share of the serving time that takes the place of bank_s once it is more: what trying may cost in the long run."""
     hysteresis: A[float, Setting(ge=0)] = 1.25

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 
 from paceline.contracts import CLASS_PREFIX
 
+ENGINE, INGRESS = "engine", "ingress"
+"""Kinds of a service's processes, and their deployments: what makes text, and what stands before it where answers outlive a replica."""
 _OWN = "@"
 OWN_PREFIX = "~"
 """First character of the tenant that a token without one is; no client can name such a tenant."""

@@ -3,8 +3,8 @@
 Triton decides between compiler and interpreter when it is first imported, and transformers imports it: without an
 accelerator the interpreter is chosen here, before any test module. TRITON_INTERPRET=0 or 1 overrides.
 With several workers (`make test`), modules are spread over them whole. Two begin with those that start clusters, services or
-browsers, whose time passes in waiting; the last with those that compute, the long ones first; one between with what else waits,
-for processes and clocks. So a core has something to compute until the end.
+browsers, whose time passes in waiting; the last with those that compute, the long ones first; where there are more, the others
+with what else waits, for processes and clocks. So a core has something to compute until the end.
 """
 
 import functools
@@ -48,9 +48,12 @@ if importlib.util.find_spec("hypothesis") is not None:  # a machine that runs th
 
 
 _ORDERS = (
-    ("services", "waiting", "computing"), ("services", "computing", "waiting"), ("waiting", "computing", "services"),
-)  # fmt: skip
-"""Kinds of modules in the order that a worker takes them, by its number; the last one computes first."""
+    ("services", "waiting", "computing"),
+    ("services", "computing", "waiting"),
+    ("waiting", "computing", "services"),
+    ("computing", "waiting", "services"),
+)
+"""Kinds of modules in the order in which workers take them: the first, the second, those between, the last."""
 
 
 @functools.cache  # asked once a test
@@ -66,9 +69,14 @@ def is_slow(module: Path) -> bool:
 
 
 @functools.cache
-def waits(module: Path) -> bool:
-    """Whether a test module waits for processes or clocks."""
-    return re.search(r"subprocess|wait_until|wait_for|sleep\(", module.read_text("utf-8")) is not None
+def kind_of(module: Path) -> str:
+    """What a test module's time passes in: services, waiting for processes or clocks, or computing."""
+    if not module.is_file():
+        return "computing"
+    if has_services(module):
+        return "services"
+    is_waiting = re.search(r"subprocess|wait_until|wait_for|sleep\(", module.read_text("utf-8"))
+    return "waiting" if is_waiting else "computing"
 
 
 @pytest.hookimpl(optionalhook=True)  # unknown without pytest-xdist
@@ -83,23 +91,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _assign_work_unit(self, node: Any) -> None:
             kinds: dict[str, list[str]] = {"services": [], "waiting": [], "computing": []}
             for name in self.workqueue:
-                path = config.rootpath / name
-                is_file = path.is_file()
-                kinds[
-                    "services"
-                    if is_file and has_services(path)
-                    else "waiting"
-                    if is_file and waits(path)
-                    else "computing"
-                ].append(name)
+                kinds[kind_of(config.rootpath / name)].append(name)
             kinds["services"].sort(key=lambda n: "/e2e/" not in n)  # the longest first
             for kind in ("waiting", "computing"):
                 kinds[kind].sort(key=lambda n: not is_slow(config.rootpath / n))
             workers = list(self.assigned_work)
-            if node is workers[-1]:
-                order = ("computing", "waiting", "services")
-            else:
-                order = _ORDERS[min(workers.index(node), len(_ORDERS) - 1)]
+            number = -1 if node is workers[-1] else min(workers.index(node), 2)
+            order = _ORDERS[number]
             if order[-1] == "services":
                 kinds["services"].reverse()  # a long one begun last would hold up the end
             self.workqueue.move_to_end(next(n for kind in order for n in kinds[kind]), last=False)

@@ -55,8 +55,7 @@ def close_epoch(state: ControllerState, now: float, context: HostContext, bank_i
         for name, meter in state.meters.items():
             meter.load = scale * state.latest[name].load(Group.ADAPTIVE) if name in state.latest else 0.0
     slowdown = state.interference.close()
-    lost_s = slowdown.seconds if slowdown is not None and served_s > 0 else 0.0
-    undisturbed = 1.0 - min(lost_s / served_s, 0.99) if lost_s else 1.0
+    undisturbed = 1.0 if slowdown is None or served_s <= 0 else 1.0 - min(slowdown.seconds / served_s, 0.99)
     for name, seen in state.latest.items():
         state.table.observe(seen)
         for booking in state.savings.close(seen, context.first_version, undisturbed):

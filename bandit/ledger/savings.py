@@ -15,7 +15,8 @@ MIN_TOKENS = 64
 """Sample that each group needs before anything is booked; tokens emitted before that are booked when it is reached."""
 HALF_LIFE_S = 120.0
 WINDOW_REQUESTS = 30.0
-"""Hold-back requests of a window: a ratio of so many is biased by less than a hundredth of its spread."""
+"""Hold-back requests of a window. The bias of a ratio is at most its standard error times the relative error of the mean length
+(Hartley and Ross 1954): a fifth of it, where lengths spread as much as their mean."""
 PRIOR_SD = 0.3
 """Prior spread of the relative saving around zero; a noisy estimate is pulled towards 'nothing saved'."""
 
@@ -38,10 +39,13 @@ class Window(msgspec.Struct):
     valued_s: float = 0.0
     """What they would have taken, as it was booked so far."""
 
-    def missing(self) -> float | None:
-        """Seconds that `valued_s` lacks; None below the minimum sample."""
-        is_small = self.static.n < MIN_REQUESTS or self.static.x < MIN_TOKENS
-        return None if is_small else self.tokens * self.static.y / self.static.x - self.valued_s
+    def missing(self) -> float:
+        """Seconds that `valued_s` lacks; 0 below the minimum sample."""
+        return self.tokens * self.static.y / self.static.x - self.valued_s if _is_sample(self.static) else 0.0
+
+
+def _is_sample(sums: RatioSums) -> bool:
+    return sums.n >= MIN_REQUESTS and sums.x >= MIN_TOKENS
 
 
 class Pool(msgspec.Struct):
@@ -111,8 +115,7 @@ class Savings(msgspec.Struct):
 
     def _book(self, bucket: str, version: str, pool: Pool, static: RatioSums) -> Booking | None:
         adaptive, tokens = pool.time_per_token, pool.waiting_tokens + pool.tokens
-        is_small = min(static.n, adaptive.n) < MIN_REQUESTS or min(static.x, adaptive.x) < MIN_TOKENS
-        if is_small or tokens == 0:
+        if not (_is_sample(static) and _is_sample(adaptive)) or tokens == 0:
             return None
         slow, fast = static.y / static.x, adaptive.y / adaptive.x
         variance = static.standard_error() ** 2 + adaptive.standard_error() ** 2
@@ -123,7 +126,7 @@ class Savings(msgspec.Struct):
         window.valued_s += pool.tokens * slow
         pool.waiting_tokens, pool.tokens, pool.took_s = 0, 0, 0.0
         if window.static.n >= WINDOW_REQUESTS:
-            seconds += window.missing() or 0.0
+            seconds += window.missing()
             pool.window = Window()
         return Booking(
             bucket=bucket, version=version, seconds=weight * seconds,
@@ -139,7 +142,7 @@ class Savings(msgspec.Struct):
         found = []
         for version, pool in self.adaptive.pop(bucket, {}).items():
             pool.window.tokens -= pool.tokens
-            seconds = pool.weight * (pool.window.missing() or 0.0)
+            seconds = pool.weight * pool.window.missing()
             if seconds:
                 found.append(
                     Booking(bucket=bucket, version=version, seconds=seconds, standard_error_s=0.0, num_tokens=0)

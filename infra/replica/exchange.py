@@ -19,13 +19,13 @@ from redis.exceptions import RedisError
 from paceline.contracts import Histogram, HttpMeters, combine_meters, decode, encode
 from paceline.infra.state.desired import REPORT_TTL_S
 from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Breaker, Keys, producer_client
+from paceline.names import ENGINE
 
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 2.0
 WINDOW_S = 60.0
 """What `recent` covers, once a process is that old."""
-ENGINE, INGRESS = "engine", "ingress"
 
 
 class ReplicaNumbers(msgspec.Struct, kw_only=True):

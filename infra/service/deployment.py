@@ -23,6 +23,7 @@ from ray.serve.config import BackpressureConfig
 from paceline.config import ServiceConfig, to_dict
 from paceline.errors import ConfigError
 from paceline.infra.replica.late_timers import StepWatch
+from paceline.names import ENGINE
 from paceline.serving.api.app import build_api
 from paceline.serving.api.generation import ApiParts
 
@@ -159,7 +160,7 @@ def bind_engine(kind: type, factory: str, config: dict[str, Any], limits: Deploy
     if limits.autoscaling is not None:
         number = {"autoscaling_config": dict(limits.autoscaling)}
     return deployment(
-        kind, "engine", limits, **number, max_ongoing_requests=limits.max_ongoing_requests,
+        kind, ENGINE, limits, **number, max_ongoing_requests=limits.max_ongoing_requests,
         health_check_period_s=2, health_check_timeout_s=10,
         max_surge_percent=0,  # a replacement needs its own devices: with none free a rolling restart would never end
         # no runtime_env: it would cost a fresh worker process at every start

@@ -23,7 +23,7 @@ from paceline.config import ServiceConfig
 from paceline.contracts import HttpMeters
 from paceline.errors import CapacityError, EngineStoppedError
 from paceline.infra.controller.actor import KEEPS_SERVING
-from paceline.infra.replica.exchange import INGRESS, NumbersExchange, ReplicaNumbers
+from paceline.infra.replica.exchange import NumbersExchange, ReplicaNumbers
 from paceline.infra.replica.late_timers import StepWatch
 from paceline.infra.replica.span_target import SpanTarget
 from paceline.infra.resume.client import MAX_SILENCE_S, ResumingClient
@@ -36,6 +36,7 @@ from paceline.infra.service.stores import StorePaths
 from paceline.infra.state.log import configure_logging
 from paceline.infra.state.redis_clients import Keys
 from paceline.infra.web.metrics import MetricSpec, Value, http_values, render_processes, replica_spec
+from paceline.names import INGRESS
 from paceline.paths import keep_private, resolve_model
 from paceline.records import build
 from paceline.serving.api.app import build_api
@@ -227,7 +228,7 @@ def bind_resuming(
     engine = bind_engine(EngineBehindIngress, factory, engine_values, limits)
     config = build(ServiceConfig, ingress_values)
     return deployment(
-        serve.ingress()(ResumeIngress), "ingress", limits, num_replicas=config.ingress.num_replicas,
+        serve.ingress()(ResumeIngress), INGRESS, limits, num_replicas=config.ingress.num_replicas,
         # a proxy may send one ingress everything that all engines hold
         max_ongoing_requests=limits.max_ongoing_requests * limits.max_replicas + 64,
         max_surge_percent=100,

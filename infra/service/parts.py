@@ -25,7 +25,7 @@ from paceline.infra.controller.store import HostConfig
 from paceline.infra.engines.agent import start_agent
 from paceline.infra.engines.paceline_driver import PacelineDriver
 from paceline.infra.replica.capture_progress import capture_progress
-from paceline.infra.replica.exchange import ENGINE, INGRESS, NumbersExchange, ReplicaNumbers
+from paceline.infra.replica.exchange import NumbersExchange, ReplicaNumbers
 from paceline.infra.replica.feedback import FeedbackPublisher
 from paceline.infra.replica.span_target import SpanTarget
 from paceline.infra.replica.watcher import ReplicaWatcher
@@ -41,6 +41,7 @@ from paceline.infra.web.dashboard_routes import dashboard_router
 from paceline.infra.web.feed import DashboardFeed
 from paceline.infra.web.metrics import render_metrics, speculation_rows
 from paceline.infra.web.state_routes import ServiceView, service_router
+from paceline.names import ENGINE, INGRESS
 from paceline.paths import keep_private, resolve_model
 from paceline.records import build
 from paceline.serving.api.client import LocalEngineClient

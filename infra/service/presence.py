@@ -24,18 +24,16 @@ from ray.serve._private.long_poll import LongPollClient, LongPollNamespace
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeInstanceDetails
 
+from paceline.names import ENGINE, INGRESS
+
 log = logging.getLogger(__name__)
 
-ENGINE, INGRESS = "engine", "ingress"
-"""Names of the deployment that makes text, and of the one before it where answers outlive their replica."""
 EVERY_S = 0.5
 QUIET_EVERY_S = 4.0
 """Where no request has come for QUIET_AFTER_S: to ask costs both sides 12 ms of a core, 2.5% of one at twice a second."""
 QUIET_AFTER_S = 30.0
 _SERVING = (ReplicaState.RUNNING, ReplicaState.UPDATING, ReplicaState.PENDING_MIGRATION, ReplicaState.RECOVERING)
 """RECOVERING: a new controller of Serve has not heard of it yet, and the proxies know it still."""
-
-
 UNTOLD_S = 5.0
 """How long a replica that runs may be unknown here before news are asked for anew; they take well below a second."""
 _RETRY_S, _MOST_RETRY_S = 1.0, 30.0
@@ -52,9 +50,7 @@ def routes(found: ServeInstanceDetails) -> dict[str, bool]:
     for that one lets them wait for an engine."""
     return {
         app.route_prefix.rstrip("/"): ENGINE in app.deployments
-        and not any(
-            r.state in _SERVING for r in app.deployments[INGRESS if INGRESS in app.deployments else ENGINE].replicas
-        )
+        and not any(r.state in _SERVING for r in app.deployments.get(INGRESS, app.deployments[ENGINE]).replicas)
         for app in found.applications.values()
         if app.route_prefix is not None
     }

@@ -6,13 +6,14 @@ import pytest
 
 from paceline.config import IngressConfig, ServiceConfig
 from paceline.contracts import Histogram, HttpMeters
-from paceline.infra.replica.exchange import ENGINE, INGRESS, WINDOW_S, NumbersExchange, ReplicaNumbers
+from paceline.infra.replica.exchange import WINDOW_S, NumbersExchange, ReplicaNumbers
 from paceline.infra.resume.client import ResumingClient
 from paceline.infra.resume.stream import EngineFacts
 from paceline.infra.service.ingress import ingress_parts, render_ingress_metrics
 from paceline.infra.state.desired import REPORT_TTL_S
 from paceline.infra.web.metrics import render_metrics
 from paceline.infra.web.state_routes import latency_state
+from paceline.names import ENGINE, INGRESS
 from paceline.serving.api.generation import EngineInfo
 
 
