@@ -183,3 +183,7 @@ class BucketMeter(msgspec.Struct):
         if self.plain_tokens < 1 or undrafted < PLAIN_SHARE * self.rounds:
             return None
         return self.plain_s / self.plain_tokens
+
+    def is_resting(self) -> bool:
+        """Whether most rounds went without a draft: the engine finds that drafting does not pay."""
+        return self.drafted_rounds < 0.5 * self.rounds

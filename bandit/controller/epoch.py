@@ -187,7 +187,8 @@ def bucket_beliefs(state: ControllerState, config: PolicyConfig, context: HostCo
         token_s, round_s = meter.time_per_token_s(), meter.round_s() or state.round_costs.round_s(name)
         if token_s is None or round_s is None:
             continue
-        length = state.table.estimate(name, version) or _undrafted_length(round_s, meter.plain_token_s())
+        seen, undrafted = state.table.estimate(name, version), _undrafted_length(round_s, meter.plain_token_s())
+        length = _blended(seen, undrafted) if seen is not None and meter.is_resting() else seen or undrafted
         if length is None:
             continue
         usable, fresh = rows_of(state, context, name)
@@ -221,6 +222,17 @@ def _undrafted_length(round_s: float, plain_token_s: float | None) -> tuple[floa
         return None
     spread = max(round_s / plain_token_s - 1.0, 0.0)
     return 1.0 + spread / 2, max(spread / math.sqrt(12.0), 0.01)
+
+
+def _blended(seen: tuple[float, float], undrafted: tuple[float, float] | None) -> tuple[float, float]:
+    """(acceptance length, standard error) where drafting rests: what a few rounds said is held against the engine's finding that
+    it does not pay. Without it a class that had other text, or luck with its first requests, is thought to be near the length
+    at which drafting pays for as long as it rests."""
+    if undrafted is None:
+        return seen
+    precisions = seen[1] ** -2, undrafted[1] ** -2
+    total = sum(precisions)
+    return (precisions[0] * seen[0] + precisions[1] * undrafted[0]) / total, total**-0.5
 
 
 APART_Z = 2.0

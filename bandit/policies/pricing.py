@@ -265,22 +265,24 @@ def price_recalls(
     for name, belief in sorted(beliefs.items()):
         if not belief.is_active:
             continue
+        # from the same table as the others: where drafting rests, the belief knows more of the version that is live alone
+        now, now_se = table.estimate(name, version_of(name)) or (belief.length, belief.length_se)
         for version in sorted(set(versions) - {version_of(name), ""}):
             found = table.estimate(name, version)
             if found is None:
                 continue
             length, se = found
-            gain = belief.relative_gain(belief.length, length)
+            gain = belief.relative_gain(now, length)
             priced.append(
                 PricedRecall(
                     bucket=name,
                     version=version,
                     gain=gain,
                     # d ln(time) = d ln(length): relative errors of both lengths add in quadrature
-                    gain_se=math.hypot(se / length, belief.length_se / belief.length),
+                    gain_se=math.hypot(se / length, now_se / now),
                     saving_s=horizon_s * belief.busy * gain,
                     cost_s=staging_s,
-                    length_now=belief.length,
+                    length_now=now,
                     length_after=length,
                     is_floor=version == first_version,
                 )

@@ -7,6 +7,7 @@ import pytest
 from paceline.bandit.beliefs.belief import FAST, epoch_weight
 from paceline.bandit.controller.controller import Controller, HostContext
 from paceline.bandit.controller.epoch import bucket_beliefs, pooled_beliefs
+from paceline.bandit.policies.pricing import price_recalls
 from paceline.config import PolicyConfig
 from paceline.contracts import (
     CellSums,
@@ -94,6 +95,39 @@ def test_a_bucket_that_was_never_drafted_for_has_a_price_from_its_first_epoch():
         service.epoch(num_rounds=4, a=10)
     seen = bucket_beliefs(state, PolicyConfig(), service.context)["a"]
     assert seen.round_s == pytest.approx(0.010) and seen.length == pytest.approx(TOKENS / 4, rel=0.05)
+
+
+@pytest.mark.parametrize(("kept", "is_sure"), [((30, 15), False), ((22, 23), True)])
+def test_what_a_few_rounds_said_is_held_against_a_rest_of_drafting(kept, is_sure):
+    """Rounds of 10 ms pay above 2.5 tokens where plain ones take 4 ms: what rests lies somewhere below."""
+    service = _Service()
+    service._serve([
+        CellSums(
+            bucket="a", group="adaptive", version="v0",
+            sizes={1: SizeSums(num_rounds=20, drafted_rounds=20, drafted_s=0.2, num_tokens=sum(kept))},
+            requests={f"{i}": RequestSums(0.1, k, 10, k) for i, k in enumerate(kept)},
+        )
+    ])  # fmt: skip
+    state = service.controller._state
+    seen = state.table.estimate("a", "v0")
+
+    def believed() -> tuple[float, float]:
+        belief = bucket_beliefs(state, PolicyConfig(), service.context)["a"]
+        return belief.length, belief.length_se
+
+    assert believed() == seen and seen[0] == pytest.approx(2.25), "they were all drafted"
+    for _ in range(3):
+        service.epoch(is_drafted=False, a=20)
+    length, error = believed()
+    assert error < seen[1] and state.table.estimate("a", "v0") == seen
+    assert (1.75 < length < 2.05) != is_sure and (length == pytest.approx(2.25, rel=0.01)) == is_sure
+    for version in ("v0", "v1"):
+        state.table.set_shadow("a", version, 2.25, 30)
+    (recall,) = price_recalls(
+        bucket_beliefs(state, PolicyConfig(), service.context), ["v0", "v1"], service.context.version_of,
+        table=state.table, horizon_s=100.0, staging_s=0.1,
+    )  # fmt: skip
+    assert recall.gain == pytest.approx(0.0), "versions are compared by what each of them was seen to do"
 
 
 @pytest.mark.parametrize("num_epochs", [1, 5, 100])
