@@ -14,6 +14,7 @@ from ray._private import services
 from ray.cluster_utils import Cluster
 
 from paceline.bench.chaos.load import wait_for
+from paceline.infra.app import lean_nodes
 from paceline.infra.state.redis_server import EmbeddedRedis
 from paceline.machine import free_port
 
@@ -50,9 +51,10 @@ class Nodes:
                 if self._gcs is not None:
                     patch.setenv("RAY_REDIS_ADDRESS", f"{self._gcs.hostname}:{self._gcs.port}")
                     options["redis_password"] = self._gcs.password
-            self._nodes[name] = self.cluster.add_node(
-                object_store_memory=80 * 2**20, include_dashboard=False, **options
-            )
+            with lean_nodes():
+                self._nodes[name] = self.cluster.add_node(
+                    object_store_memory=80 * 2**20, include_dashboard=False, **options
+                )
 
     def kill(self, name: str) -> None:
         """kill -9 of a node's raylet, of the head's GCS, too; what ran on it ends with it. No driver may be at the head then."""

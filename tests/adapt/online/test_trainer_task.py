@@ -64,10 +64,13 @@ def train_node():
     """A node like a cluster's train node; its GPU is a number in Ray's books."""
     import ray
 
-    ray.init(
-        address="local", num_cpus=2, num_gpus=1, resources={"train_slot": 1}, include_dashboard=False, object_store_memory=80 * 2**20,
-        log_to_driver=False,
-    )  # fmt: skip
+    from paceline.infra.app import lean_nodes
+
+    with lean_nodes():
+        ray.init(
+            address="local", num_cpus=2, num_gpus=1, resources={"train_slot": 1}, include_dashboard=False,
+            object_store_memory=80 * 2**20, log_to_driver=False,
+        )  # fmt: skip
     yield ray
     ray.shutdown()
 

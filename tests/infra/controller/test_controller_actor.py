@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 
 from paceline.config import PolicyConfig
 from paceline.contracts import TrainJob, encode
+from paceline.infra.app import lean_nodes
 from paceline.infra.controller.actor import (
     ControllerSpec,
     RayLauncher,
@@ -37,14 +38,15 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 def cluster():
     owns = not ray.is_initialized()
     if owns:
-        ray.init(
-            address="local",
-            num_cpus=4,
-            include_dashboard=False,
-            object_store_memory=100 * 2**20,
-            log_to_driver=False,
-            namespace="paceline",
-        )
+        with lean_nodes():
+            ray.init(
+                address="local",
+                num_cpus=4,
+                include_dashboard=False,
+                object_store_memory=100 * 2**20,
+                log_to_driver=False,
+                namespace="paceline",
+            )
     yield
     if owns:
         ray.shutdown()

@@ -17,6 +17,7 @@ from ray.cluster_utils import Cluster
 
 from paceline.bench.chaos.load import wait_for
 from paceline.config import PolicyConfig
+from paceline.infra.app import lean_nodes
 from paceline.infra.controller.actor import (
     APPLICATION_CHECK_S,
     NAMESPACE,
@@ -66,10 +67,12 @@ class Earlier:
 def cluster() -> Iterator[Cluster]:
     """A head without CPUs, a node that serves and has two slots' worth of CPUs, a node that trains."""
     assert not ray.is_initialized()
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    made = Cluster()
     try:
-        made.add_node(num_cpus=4, labels={ROLE_LABEL: "serve"}, object_store_memory=100 * 2**20)
-        made.add_node(num_cpus=0, resources={"train_slot": 1}, labels={ROLE_LABEL: TRAIN_ROLE}, object_store_memory=100 * 2**20)  # fmt: skip
+        with lean_nodes():
+            made.add_node(num_cpus=0, include_dashboard=False)
+            made.add_node(num_cpus=4, labels={ROLE_LABEL: "serve"}, object_store_memory=100 * 2**20)
+            made.add_node(num_cpus=0, resources={"train_slot": 1}, labels={ROLE_LABEL: TRAIN_ROLE}, object_store_memory=100 * 2**20)  # fmt: skip
         ray.init(address=made.address, namespace=NAMESPACE, log_to_driver=False)
         serve.start(proxy_location="Disabled")
         yield made

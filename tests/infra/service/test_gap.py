@@ -13,7 +13,7 @@ import pytest
 import ray
 from ray import serve
 
-from paceline.infra.app import build
+from paceline.infra.app import build, lean_nodes
 from paceline.infra.service.deployment import DeploymentLimits, bind_engine
 from paceline.infra.service.front import GAP_RETRY_S, PROXY_CALLBACK, PROXY_VARIABLE
 from paceline.machine import free_port
@@ -45,9 +45,14 @@ def url() -> Iterator[str]:
     port = free_port()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(PROXY_VARIABLE, PROXY_CALLBACK)
-        ray.init(
-            address="local", num_cpus=1, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20
-        )
+        with lean_nodes():
+            ray.init(
+                address="local",
+                num_cpus=1,
+                include_dashboard=False,
+                log_to_driver=False,
+                object_store_memory=80 * 2**20,
+            )
         try:
             serve.start(http_options={"host": "127.0.0.1", "port": port})
             yield f"http://127.0.0.1:{port}"
