@@ -40,24 +40,29 @@ class RowBatch:
 def collate(
     traces: Sequence[RequestTrace], *, max_rows: int | None = None, device: str | torch.device = "cpu"
 ) -> RowBatch:
-    """Pack traces into one batch; requests longer than max_rows rows are cut at the end."""
-    lengths = [min(len(t.token_ids), (max_rows or len(t.token_ids)) + 1) for t in traces]
+    """Pack traces into one batch.
+
+    Requests longer than max_rows rows lose the beginning of their prompt, down to half of max_rows, and then their end: what
+    teaches is the output, and only distances between rows count.
+    """
+    spans = [_span(t, max_rows or len(t.token_ids)) for t in traces]
     widths = [0 if t.topk_ids is None else int(t.topk_ids.shape[-1]) for t in traces]  # type: ignore[attr-defined]
-    rows = [torch.as_tensor(t.features)[: n - 1] for t, n in zip(traces, lengths, strict=True)]
+    rows = [torch.as_tensor(t.features)[span.start : span.stop - 1] for t, span in zip(traces, spans, strict=True)]
     features = pad_sequence(rows, batch_first=True)
-    texts = [torch.tensor(t.token_ids[:n]) for t, n in zip(traces, lengths, strict=True)]
+    texts = [torch.tensor(t.token_ids[span]) for t, span in zip(traces, spans, strict=True)]
     token_ids = pad_sequence(texts, batch_first=True)
     is_output = torch.zeros(token_ids.shape, dtype=torch.bool)
     topk_ids = torch.zeros(*token_ids.shape, max(1, *widths), dtype=torch.int64)
     topk_logprobs = torch.full(topk_ids.shape, float("-inf"))
     topk_ids[..., 0] = token_ids
-    for i, (trace, length) in enumerate(zip(traces, lengths, strict=True)):
-        is_output[i, trace.prompt_len : length] = True
-        topk_logprobs[i, :length, 0] = 0.0
-        count = length - trace.prompt_len
-        if widths[i] and count > 0:
-            topk_ids[i, trace.prompt_len : length, : widths[i]] = trace.topk_ids[:count].long()  # type: ignore[index]
-            topk_logprobs[i, trace.prompt_len : length, : widths[i]] = trace.topk_logprobs[:count]  # type: ignore[index]
+    for i, (trace, span) in enumerate(zip(traces, spans, strict=True)):
+        output = slice(trace.prompt_len - span.start, span.stop - span.start)
+        is_output[i, output] = True
+        topk_logprobs[i, : output.stop, 0] = 0.0
+        count = output.stop - output.start
+        if widths[i]:
+            topk_ids[i, output, : widths[i]] = trace.topk_ids[:count].long()  # type: ignore[index]
+            topk_logprobs[i, output, : widths[i]] = trace.topk_logprobs[:count]  # type: ignore[index]
     return RowBatch(
         features=features.to(device),
         token_ids=token_ids.to(device),
@@ -66,6 +71,12 @@ def collate(
         topk_logprobs=topk_logprobs.to(device),
         temperatures=torch.tensor([float(t.temperature) for t in traces], device=device),
     )
+
+
+def _span(trace: RequestTrace, max_rows: int) -> slice:
+    """Tokens of a trace that make at most max_rows rows, some of its output among them."""
+    start = max(0, min(len(trace.token_ids) - 1 - max_rows, trace.prompt_len - 1 - max_rows // 2))
+    return slice(start, min(len(trace.token_ids), start + max_rows + 1))
 
 
 def soft_cross_entropy(logits: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:

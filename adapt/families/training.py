@@ -77,7 +77,7 @@ class TrainingRun:
             tables: of the target, on the model's device.
             loss: the family's loss settings.
             beta_factor: learning rate of the calibration scalars over that of the weights: log-scales of order 1.
-            max_rows: longer requests are cut.
+            max_rows: longer requests are cut, as `collate` says.
             trains_backbone: False computes hidden states without a graph.
             is_autocast: compute in bfloat16 where torch holds it safe.
         """

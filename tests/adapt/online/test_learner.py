@@ -1,5 +1,7 @@
 """A learner trains exactly its arm's parameters, goes on from its state as if it had never stopped, and refuses to diverge."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from paceline.adapt.families.target_handle import TargetTables
 from paceline.adapt.online.learner import (
     AVERAGED_STEPS,
     MAX_SEEN,
+    MAX_TRACE_ROWS,
     WARMUP_STEPS,
     Learner,
     is_rehearsed,
@@ -84,6 +87,17 @@ def test_the_full_arm_trains_every_parameter_and_lowers_the_cross_entropy():
     reports = learn_all(learner, TRACES, [])
     assert len(reports) == learner.num_steps == 40 and reports[-1].nll < reports[0].nll - 0.1
     assert all(not torch.equal(p, before[n]) for n, p in learner.model.named_parameters())
+
+
+def test_a_request_whose_prompt_is_longer_than_a_batch_teaches():
+    learner = make_learner()
+    whole = make_trace(1, num_outputs=MAX_TRACE_ROWS + 60)
+    ids = whole.topk_ids[-40:]
+    trace = dataclasses.replace(
+        whole, prompt_len=len(whole.token_ids) - 40, topk_ids=ids, topk_logprobs=torch.full(ids.shape, -0.01)
+    )
+    report = learner.learn(trace)
+    assert report.rows == 40 and report.nll > 0
 
 
 def test_a_delta_leaves_the_base_alone_and_serves_as_its_factors_say():
