@@ -93,7 +93,7 @@ class FolderCheckpoint:
             )
         except KeyError as e:  # a family with its own table of attention functions
             raise unservable(self.config().model_type, f"its attention is not that of transformers ({e})") from e
-        except (OSError, ValueError, RuntimeError, SafetensorError) as e:
+        except (OSError, ValueError, RuntimeError, SafetensorError, ImportError) as e:  # quantized ones need packages
             raise ConfigError(
                 f"model folder {self.path} must hold a readable transformers checkpoint: {first_line(e)}"
             ) from e
@@ -114,12 +114,18 @@ class FolderCheckpoint:
             raise ConfigError(f"model folder {self.path} must hold a readable tokenizer: {first_line(e)}") from e
 
     def embeddings(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One tensor is read from disk, two where the head is not the embedding."""
-        embed = self._tensor(_EMBEDDING)
+        """Nothing but these is read from disk.
+
+        As transformers loads them: of tied ones the file may hold either, and two that differ are not tied whatever
+        config.json says.
+        """
+        is_tied = getattr(self.config().get_text_config(), "tie_word_embeddings", False)
+        embed, head = self._tensor(_EMBEDDING), self._tensor(_HEAD)
+        if embed is None and is_tied:
+            embed, head = head, None
         if embed is None:
             raise ConfigError(f"weights in {self.path} must hold a tensor named *.{_EMBEDDING}")
-        is_tied = getattr(self.config().get_text_config(), "tie_word_embeddings", False)
-        return embed, None if is_tied else self._tensor(_HEAD)
+        return embed, None if is_tied and head is not None and torch.equal(head, embed) else head
 
     def _tensor(self, ending: str) -> torch.Tensor | None:
         """The tensor whose name ends so, None when there is none."""

@@ -1,7 +1,10 @@
 """The handle agrees with the loaded target and needs one tensor only."""
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from paceline.adapt.families.target_handle import load_target_handle
 from paceline.errors import ConfigError
@@ -31,6 +34,22 @@ def test_a_tied_head_is_the_token_embedding(tmp_path):
     handle, target = load_target_handle(tmp_path), read_target(tmp_path)
     assert handle.head_weight is handle.embed_weight
     assert torch.equal(handle.head_weight, target.head_weight)
+
+
+def test_the_head_is_the_one_that_is_served_whatever_the_config_says_of_ties(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    config, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+    handle, target = load_target_handle(tmp_path), read_target(tmp_path)
+    assert not torch.equal(target.head_weight, target.embed_weight), "transformers ties equal tensors only"
+    assert torch.equal(handle.head_weight, target.head_weight)
+    tensors = load_file(weights)
+    del tensors["model.embed_tokens.weight"]
+    save_file(tensors, weights, metadata={"format": "pt"})
+    handle, target = load_target_handle(tmp_path), read_target(tmp_path)
+    assert handle.head_weight is handle.embed_weight and torch.equal(handle.embed_weight, target.embed_weight)
+    assert torch.equal(target.head_weight, target.embed_weight)
 
 
 def test_unusable_folders_are_refused(tmp_path):
