@@ -191,17 +191,25 @@ class GgufCheckpoint:
     def _rope(self, head_dim: int) -> dict[str, Any]:
         """RoPE's parameters as transformers names them. Raises: ConfigError for kinds of scaling that are not known."""
         file, own = self._file, f"{self._family}.rope."
-        kind, theta = file.values.get(own + "scaling.type", "none"), self._fraction("rope.freq_base", 10000.0)
+        # As llama.cpp reads them: a factor alone is linear, and older files call it otherwise
+        kind, theta = file.values.get(own + "scaling.type", "linear"), self._fraction("rope.freq_base", 10000.0)
+        for name, neutral in (("attn_factor", 1.0), ("alpha", 0.0)):
+            if (found := file.values.get(f"{own}scaling.{name}", neutral)) != neutral:
+                raise self._unfit(f"rope.scaling.{name} {found}")
         out = {"rope_type": "default", "rope_theta": theta}
+        factor = (
+            1.0 if kind == "none" else self._fraction("rope.scaling.factor", self._fraction("rope.scale_linear", 1.0))
+        )
+        if kind == "linear" and factor == 1.0:
+            kind = "none"
         if ROPE_FACTORS in file.tensors:
             if kind != "none":
                 raise self._unfit(f"RoPE factors beside RoPE scaling {kind!r}")
             return {**out, **_LLAMA3, "rope_type": "llama3", "factor": self._llama3_factor(theta, head_dim)}
         if kind == "none":
             return out
-        factor = self._fraction("rope.scaling.factor", 1.0)
         if kind == "linear":
-            return out if factor == 1.0 else {**out, "rope_type": "linear", "factor": factor}
+            return {**out, "rope_type": "linear", "factor": factor}
         if kind == "yarn":
             before = file.value(own + "scaling.original_context_length", int)
             return {**out, "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": before}

@@ -99,6 +99,21 @@ def test_rope_scaling_is_the_models(tmp_path, rope):
     assert torch.allclose(found, logits(model), atol=1e-4) and not torch.allclose(found, plain, atol=1e-2)
 
 
+@pytest.mark.parametrize(
+    "values", [{"scaling.factor": 4.0}, {"scale_linear": 4.0}, {"scaling.type": "linear", "scale_linear": 4.0}]
+)
+def test_a_factor_without_a_kind_is_linear_as_it_is_to_llama_cpp(tmp_path, values):
+    path = write_model(tmp_path / "m.gguf", model_of(), values={f"llama.rope.{k}": v for k, v in values.items()})
+    assert open_checkpoint(path).config().rope_parameters == {
+        "rope_type": "linear",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+    }
+    values = {"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}
+    path = write_model(tmp_path / "n.gguf", model_of(), values=values)
+    assert open_checkpoint(path).config().rope_parameters["rope_type"] == "default"
+
+
 @pytest.mark.parametrize(("pre", "reference"), [("gpt-2", GPT2Tokenizer), ("qwen2", Qwen2Tokenizer)])
 def test_byte_level_tokens_are_those_of_transformers(tmp_path, pre, reference):
     values, vocab, merges = byte_level_values(pre)
@@ -176,6 +191,7 @@ REFUSED = [
     ({"llama.rope.freq_base": float("inf")}, "rope.freq_base inf"),
     ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon nan"),
     ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.0}, "rope.scaling.factor 0.0"),
+    ({"llama.rope.scaling.attn_factor": 0.5}, "rope.scaling.attn_factor 0.5"),
 ]
 
 
