@@ -129,7 +129,7 @@ def save_drafter(
     tap_layers: Sequence[int] | None = None,
     matrix_dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Write config.json and drafter.safetensors; the weights appear atomically.
+    """Write config.json and drafter.safetensors, each whole or not at all.
 
     tap_layers: target layers that the drafter reads, where they are not the usual three or must be told. matrix_dtype: of
         linear layers' weights; norms, calibrations and corrections stay float32.
@@ -138,7 +138,7 @@ def save_drafter(
     folder.mkdir(parents=True, exist_ok=True)
     values = {"drafter_type": model.drafter_type, "target_version": target_version, **model.config.to_dict()}
     values |= {} if tap_layers is None else {"tap_layers": list(tap_layers)}
-    (folder / CONFIG_FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")
+    write_atomic(folder / CONFIG_FILE, json.dumps(values, indent=1) + "\n")
     state = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
     kept = {
         k: v.to(matrix_dtype if v.dim() == 2 and k.endswith("weight") else torch.float32)

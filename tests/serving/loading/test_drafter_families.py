@@ -1,5 +1,7 @@
 """The `drafter_type` of a config.json decides which drafter is built; what does not fit is refused by name."""
 
+import resource
+
 import pytest
 import torch
 
@@ -9,7 +11,14 @@ from paceline.adapt.families.training import training_family
 from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.paths import bundled
 from paceline.serving.drafters.slots import DrafterSlots
-from paceline.serving.loading.families import FAMILIES, build_drafter, build_model, drafter_family, read_drafter_files
+from paceline.serving.loading.families import (
+    FAMILIES,
+    build_drafter,
+    build_model,
+    drafter_family,
+    read_drafter_files,
+    save_drafter,
+)
 from paceline.serving.specblock.drafter import SpecBlockDrafter
 from tests.helpers.fakes import tiny_target
 
@@ -55,6 +64,19 @@ def test_bundled_weights_load_as_a_specblock_drafter_bit_for_bit():
     again = SpecBlockDrafter(model, Target.embed_weight, head_dtype=drafter.forward.head_dtype)
     names = [k for k, t in again.forward.weights.items() if t.layout == torch.strided and k != "lm_head"]
     assert len(names) > 10 and all(torch.equal(drafter.forward.weights[k], again.forward.weights[k]) for k in names)
+
+
+def test_a_write_that_fails_leaves_the_drafter_that_was_there(tmp_path):
+    config, state = read_drafter_files(bundled("jetspec"))
+    save_drafter(tmp_path, build_model(config, state), "t")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))  # a write beyond it fails, as one to a full disk does
+    try:
+        with pytest.raises(OSError):
+            save_drafter(tmp_path, build_model(config, state), "another")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert read_drafter_files(tmp_path)[0]["target_version"] == "t"
 
 
 def test_weights_of_another_family_are_refused_and_change_nothing():
