@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -25,11 +26,10 @@ from paceline.adapt.families.row_batch import collate
 from paceline.adapt.families.target_handle import TargetHandle, TargetTables, load_target_handle
 from paceline.adapt.families.training import StepReport, TrainingRun, training_family, warmup_cosine
 from paceline.adapt.gate.shadow import fixed_rounds, replay_rounds
-from paceline.adapt.recipes.checkpoint import load_checkpoint, save_checkpoint
-from paceline.adapt.recipes.learning_curve import LearningCurve
+from paceline.adapt.recipes.checkpoint import CHECKPOINT_FILE, check_out, load_checkpoint, save_checkpoint
+from paceline.adapt.recipes.learning_curve import CURVE_FILE, LearningCurve
 from paceline.adapt.recipes.record import add_facts, training_facts, write_provenance
 from paceline.errors import ConfigError
-from paceline.paths import check_folder, model_version
 from paceline.records import MODELS, Setting, Threads, build, record
 from paceline.serving.drafters.network import DrafterModel
 from paceline.serving.loading.families import save_drafter
@@ -44,6 +44,7 @@ _SORT_WINDOW = 16
 """Batches whose requests are sorted by length together, so that a batch pads little."""
 _EVAL_FRONTIER = 4
 _VALIDATIONS = 20
+_TEXT_STATE = "text.json"
 
 
 @record()
@@ -147,10 +148,7 @@ class _Progress:
         }
         save_checkpoint(path, state)
 
-    def resume(self, path: Path, settings: str, device: str) -> None:
-        state = load_checkpoint(path, device)
-        if state["settings"] != settings:
-            raise ConfigError(f"{path} belongs to another recipe or target; delete it or pass its settings")
+    def resume(self, state: dict[str, Any]) -> None:
         self.run.model.load_state_dict(state["model"])
         self.run.optimizer.load_state_dict(state["optimizer"])
         self.run.step, self.seconds, self.rows = int(state["step"]), float(state["seconds"]), int(state["rows"])
@@ -240,14 +238,26 @@ def train_drafter(
     """
     folder, source = Path(out), Path(target_dir)
     family = training_family(recipe.drafter)
-    recipe = family.complete(recipe)
-    check_folder(folder, "config.json", "out")
-    torch.manual_seed(recipe.seed)
-    text = _write_text(source, data, folder, recipe, device, progress)
-    handle = load_target_handle(source, device=device, version=text["target_version"])
-    traces = list(_read(folder / "text"))
-    facts = training_facts(recipe.domains, traces)
+    recipe = family.complete(
+        dataclasses.replace(
+            recipe,
+            domains=tuple(dict.fromkeys(recipe.domains)),
+            text=dataclasses.replace(recipe.text, seed=recipe.seed),
+        )
+    )
+    sources = {d: corpus.licence(d, data) for d in recipe.domains}
+    check_out(folder, (CURVE_FILE, _TEXT_STATE))
+    handle = load_target_handle(source, device=device)
     config = family.make_config(handle, target_shape(source), recipe)
+    settings = json.dumps({"target": handle.version, "recipe": asdict(recipe), "config": config.to_dict()})
+    checkpoint = folder / CHECKPOINT_FILE
+    begun = load_checkpoint(checkpoint, device, ("settings", "model", "optimizer")) if checkpoint.is_file() else None
+    if begun is not None and begun["settings"] != settings:  # before text is written for it
+        raise ConfigError(f"{checkpoint} belongs to another recipe or target; delete it or pass its settings")
+    text = {"sources": sources, **_write_text(source, data, folder, recipe, handle, sources, progress)}
+    traces = _read(folder / "text")
+    facts = training_facts(recipe.domains, traces)
+    torch.manual_seed(recipe.seed)
     model = family.serving.model(config)
     family.prepare(model, traces, handle)
     lengths = [min(len(t.token_ids) - 1, recipe.max_rows) for t in traces]
@@ -263,12 +273,11 @@ def train_drafter(
         is_autocast=_wants_autocast(model, recipe, torch.device(device)),
     )
     done = _Progress(run, len(plan))
-    validation, held_out = validation_split(list(_read(folder / "held_out")), recipe.validation_tokens)
+    validation, held_out = validation_split(_read(folder / "held_out"), recipe.validation_tokens)
     validate_every = recipe.validate_every or max(1, -(-len(plan) // _VALIDATIONS))
-    settings = json.dumps({"target": handle.version, "recipe": asdict(recipe), "config": config.to_dict()})
-    checkpoint = folder / "checkpoint.pt"
-    if checkpoint.is_file():
-        done.resume(checkpoint, settings, device)
+    if begun is not None:
+        done.resume(begun)
+        begun = None  # its weights are not held twice
     began = time.perf_counter()
     for report in run.train(
         [[traces[i] for i in batch] for batch in plan],
@@ -357,26 +366,38 @@ def _documents(data: Path | None, recipe: DrafterRecipe) -> tuple[dict[str, list
         raise ConfigError("data must name a folder with .jsonl or .txt prompts when no domains are given")
     every = folder_documents(data)
     held = [d for d in every if zlib.crc32(d.encode()) % 100 < 3] or every[:1]
-    return {data.name or "prompts": [d for d in every if d not in set(held)] or every}, {data.name or "prompts": held}
+    rest = set(every) - set(held)
+    return {_folder_domain(data): [d for d in every if d in rest] or every}, {_folder_domain(data): held}
+
+
+def _folder_domain(data: Path) -> str:
+    """The domain that the files of a folder make."""
+    return data.name or "prompts"
 
 
 def _write_text(
-    source: Path, data: Path | None, folder: Path, recipe: DrafterRecipe, device: str, progress: Progress
+    source: Path,
+    data: Path | None,
+    folder: Path,
+    recipe: DrafterRecipe,
+    handle: TargetHandle,
+    sources: dict[str, str],
+    progress: Progress,
 ) -> dict[str, Any]:
-    """Regenerate training and held-out text unless it is complete; return the training text's state, sources included."""
-    states = [folder / "text.json", folder / "held_out.json"]
+    """Regenerate training and held-out text unless it is complete; return the training text's state."""
+    states = [folder / _TEXT_STATE, folder / "held_out.json"]
     text = asdict(recipe.text)
     held = {**text, "seed": recipe.text.seed + 1, "truncation_share": 0.0}
     held["num_tokens"] = recipe.held_out_tokens * max(1, len(recipe.domains))
     held["batch_requests"] = max(1, min(text["batch_requests"], recipe.held_out_tokens // 100))
     goals = [RegenerateConfig(**text), RegenerateConfig(**held)]
-    sources = {d: corpus.licence(d, data) for d in recipe.domains}
     found = [json.loads(s.read_text(encoding="utf-8")) if s.is_file() else None for s in states]
     if all(f is not None and f["tokens"] >= g.num_tokens for f, g in zip(found, goals, strict=True)):
-        _check_text(found, goals, model_version(source), recipe)
-        return {"sources": sources, **(found[0] or {})}
-    target = read_target(source, device=device)
+        named = list(recipe.domains) or ([_folder_domain(data)] if data is not None else None)
+        _check_text(found, goals, handle.version, named)
+        return found[0] or {}
     sides = _documents(data, recipe)
+    target = read_target(source, device=str(handle.device))
     done = []
     for side, goal, state_file, name in zip(sides, goals, states, ("text", "held_out"), strict=True):
         done.append(
@@ -385,13 +406,13 @@ def _write_text(
                 progress=_named(progress, name),
             )
         )  # fmt: skip
-    return {"sources": sources, **done[0]}
+    return done[0]
 
 
-def _check_text(found: list[Any], goals: list[RegenerateConfig], version: str, recipe: DrafterRecipe) -> None:
-    """Complete text must be of this target, these domains and this seed."""
+def _check_text(found: list[Any], goals: list[RegenerateConfig], version: str, domains: Sequence[str] | None) -> None:
+    """Complete text must be of this target, these domains (None: whatever they are) and this seed."""
     for state, goal in zip(found, goals, strict=True):
-        is_other = recipe.domains and sorted(state["domains"]) != sorted(recipe.domains)
+        is_other = domains is not None and sorted(state["domains"]) != sorted(domains)
         if is_other or state["target_version"] != version or state["seed"] != goal.seed:
             raise ConfigError(
                 f"the text in the folder was written by target {state['target_version']} for {', '.join(state['domains'])} "
@@ -403,11 +424,17 @@ def _named(progress: Progress, phase: str) -> Progress:
     return lambda done, total, info: progress(done, total, {"phase": phase, **info})
 
 
-def _read(store_dir: Path) -> Iterator[RequestTrace]:
+def _read(store_dir: Path) -> list[RequestTrace]:
+    """Requests with a row to learn from, each once. Raises: ConfigError when there is none."""
     store = TraceStore(store_dir)
-    seen: set[str] = set()
+    found: dict[str, RequestTrace] = {}
     for info in sorted(store.list_shards(), key=lambda s: s.shard_id):
         for trace in store.read_shard(info.shard_id):
-            if trace.request_id not in seen and len(trace.token_ids) - trace.prompt_len >= 2:
-                seen.add(trace.request_id)
-                yield trace
+            if len(trace.token_ids) - trace.prompt_len >= 2:
+                found.setdefault(trace.request_id, trace)
+    if not found:
+        raise ConfigError(
+            f"{store_dir} must hold a request that the target answered with 2 tokens or more, got none; delete "
+            f"{store_dir}.json to have it written anew, or ask for more text"
+        )
+    return list(found.values())

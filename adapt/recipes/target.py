@@ -17,9 +17,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from paceline.adapt.data import corpus
-from paceline.adapt.recipes.checkpoint import load_checkpoint, save_checkpoint
+from paceline.adapt.recipes.checkpoint import CHECKPOINT_FILE, check_out, load_checkpoint, save_checkpoint
 from paceline.errors import ConfigError
-from paceline.paths import check_folder, write_atomic
+from paceline.paths import write_atomic
 from paceline.records import Setting, Threads, count, record, require
 
 log = logging.getLogger(__name__)
@@ -224,7 +224,7 @@ class _TargetRun:
         save_checkpoint(path, state)
 
     def resume(self, path: Path) -> None:
-        state = load_checkpoint(path, self.device)
+        state = load_checkpoint(path, self.device, ("recipe", "params", "optimizers"))
         kept, mine = (
             {k: v for k, v in json.loads(text).items() if k != "num_tokens"}
             for text in (state["recipe"], json.dumps(asdict(self.recipe)))
@@ -258,7 +258,7 @@ def train_target(
     called after every optimizer step. Returns the held-out loss per domain in nats per token.
     Raises: ConfigError when data is missing or the checkpoint belongs to another recipe.
     """
-    check_folder(out, "config.json", "out")
+    check_out(out, (CHECKPOINT_FILE, "PROVENANCE.md"))
     torch.manual_seed(recipe.seed)
     train_docs = {d: corpus.documents(d, data, "train") for d in recipe.domains}
     if (out / "tokenizer.json").is_file():
@@ -289,7 +289,7 @@ def train_target(
     if compile_layers:
         for layer in model.model.layers:
             layer.compile()
-    checkpoint = out / "checkpoint.pt"
+    checkpoint = out / CHECKPOINT_FILE
     if checkpoint.is_file():
         run.resume(checkpoint)
     run.master.publish()
