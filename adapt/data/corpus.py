@@ -6,8 +6,10 @@ import json
 import random
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from paceline.adapt.data.chat_templates import generate_questions
 from paceline.adapt.data.code_templates import generate_code_document
@@ -41,12 +43,24 @@ _PROSE_REQUESTS = (
 )  # fmt: skip
 
 
-def _read_jsonl(path: Path) -> Iterator[dict]:
+def _read_jsonl(path: Path, documents: Callable[[Any], Iterator[str]]) -> Iterator[str]:
+    """The documents that the rows of a file make. Raises: ConfigError when there is no file, or one of its lines makes none."""
     if not path.is_file():
         raise ConfigError(f"data file {path} must exist; pass --data with the folder that holds it")
-    with path.open(encoding="utf-8") as f:
-        for line in f:
-            yield json.loads(line)
+    with path.open("rb") as f:
+        for number, line in enumerate(f, 1):
+            with _described(f"{path}:{number}"):
+                found = list(documents(json.loads(line))) if line.strip() else []
+            yield from found
+
+
+@contextmanager
+def _described(place: str) -> Iterator[None]:
+    """What goes wrong in the block is what lies at a place of the data."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as e:
+        raise ConfigError(f"{place} must be as docs/drafters.md says, got {type(e).__name__}: {e}") from e
 
 
 def chat_document(messages: list[dict[str, str]]) -> str:
@@ -76,39 +90,36 @@ def messages(document: str) -> list[dict[str, str]]:
     return out
 
 
-def _tools(data: Path) -> Iterator[str]:
+def _tools(row: Any) -> Iterator[str]:
     tag = {"user": USER, "assistant": ASSISTANT}
-    for row in _read_jsonl(data / "dialogue/taskmaster4/dialogs.jsonl"):
-        out = []
-        for event in row["events"]:
-            kind = event[0]
-            if kind == "call":
-                out.append(f"{CALL}{event[1]} {event[-1]}\n")
-            elif kind == "result":
-                out.append(f"{RESULT}{event[-1]}\n")
-            else:
-                out.append(f"{tag[kind]}{event[1]}\n")
-        yield "".join(out)
+    out = []
+    for event in row["events"]:
+        kind = event[0]
+        if kind == "call":
+            out.append(f"{CALL}{event[1]} {event[-1]}\n")
+        elif kind == "result":
+            out.append(f"{RESULT}{event[-1]}\n")
+        else:
+            out.append(f"{tag[kind]}{event[1]}\n")
+    yield "".join(out)
 
 
-def _math(data: Path) -> Iterator[str]:
-    for row in _read_jsonl(data / "math/gsm8k/train.jsonl"):
-        answer = re.sub(r"<<.*?>>", "", row["answer"])
-        yield f"{USER}{row['question']}\n{ASSISTANT}{answer}\n"
+def _math(row: Any) -> Iterator[str]:
+    answer = re.sub(r"<<.*?>>", "", row["answer"])
+    yield f"{USER}{row['question']}\n{ASSISTANT}{answer}\n"
 
 
-def _facts(data: Path) -> Iterator[str]:
-    for row in _read_jsonl(data / "facts/factbook/sections.jsonl"):
-        lines: list[str] = []
-        for name, text in row["fields"]:
-            text = text if len(text) <= _MAX_FIELD_CHARS else text[:_MAX_FIELD_CHARS].rsplit(" ", 1)[0] + " ..."
-            lines.append(f"{name}: {text}\n")
-        for start in range(0, len(lines), 12):
-            part = "" if start == 0 else f", part {start // 12 + 1}"
-            yield (
-                f"{USER}Give me the facts about {row['country']}, section {row['section']}{part}.\n{ASSISTANT}"
-                + "".join(lines[start : start + 12])
-            )
+def _facts(row: Any) -> Iterator[str]:
+    lines: list[str] = []
+    for name, text in row["fields"]:
+        text = text if len(text) <= _MAX_FIELD_CHARS else text[:_MAX_FIELD_CHARS].rsplit(" ", 1)[0] + " ..."
+        lines.append(f"{name}: {text}\n")
+    for start in range(0, len(lines), 12):
+        part = "" if start == 0 else f", part {start // 12 + 1}"
+        yield (
+            f"{USER}Give me the facts about {row['country']}, section {row['section']}{part}.\n{ASSISTANT}"
+            + "".join(lines[start : start + 12])
+        )
 
 
 def _code(data: Path | None) -> Iterator[str]:
@@ -121,12 +132,17 @@ def _code(data: Path | None) -> Iterator[str]:
     path = data / "code/p3_puzzles/puzzles.json"
     if not path.is_file():
         raise ConfigError(f"data file {path} must exist; pass --data with the folder that holds it")
-    for row in json.loads(path.read_text(encoding="utf-8")):
-        if row["module"] == "human_eval.py":  # HumanEval prompts are kept for evaluation
-            continue
-        for body in row["sol_bodies"]:
-            if len(row["sat"]) + len(body) < 1500:
-                yield f"{USER}Solve this puzzle.\n{row['sat']}\n{ASSISTANT}{row['sol_header']}\n{body}\n"
+    with _described(str(path)):
+        puzzles = [text for row in json.loads(path.read_bytes()) for text in _puzzle(row)]
+    yield from puzzles
+
+
+def _puzzle(row: Any) -> Iterator[str]:
+    if row["module"] == "human_eval.py":  # HumanEval prompts are kept for evaluation
+        return
+    for body in row["sol_bodies"]:
+        if len(row["sat"]) + len(body) < 1500:
+            yield f"{USER}Solve this puzzle.\n{row['sat']}\n{ASSISTANT}{row['sol_header']}\n{body}\n"
 
 
 def _chat() -> Iterator[str]:
@@ -144,14 +160,20 @@ def _prose(data: Path) -> Iterator[str]:
             f"data folder {folder} must hold books as .md files; pass --data with the folder that holds it"
         )
     for book in books:
-        text = book.read_text(encoding="utf-8")
+        with _described(str(book)):
+            text = book.read_text(encoding="utf-8")
         paragraphs = [p.strip() for p in text[: len(text) * 9 // 10].split("\n\n")]
         for paragraph in paragraphs:
             if 120 < len(paragraph) <= _PROSE_CHARS and not paragraph.startswith("#"):
                 yield f"{USER}{rng.choice(_PROSE_REQUESTS)}\n\n{paragraph}\n{ASSISTANT}"
 
 
-_READERS = {"tools": _tools, "math": _math, "facts": _facts, "prose": _prose}
+_ROWS: dict[str, tuple[str, Callable[[Any], Iterator[str]]]] = {
+    "tools": ("dialogue/taskmaster4/dialogs.jsonl", _tools),
+    "math": ("math/gsm8k/train.jsonl", _math),
+    "facts": ("facts/factbook/sections.jsonl", _facts),
+}
+"""Domain -> its file below a data folder, and the documents of one of its rows."""
 
 
 def _check_domain(domain: str) -> None:
@@ -182,7 +204,10 @@ def documents(domain: str, data: Path | None, split: str) -> list[str]:
         found = _chat()
     elif data is None:
         raise ConfigError(f"domain {domain!r} needs --data DIR; 'code' and 'chat' are generated by the project itself")
+    elif domain == "prose":
+        found = _prose(data)
     else:
-        found = _READERS[domain](data)
+        file, rows = _ROWS[domain]
+        found = _read_jsonl(data / file, rows)
     held = [(zlib.crc32(d.encode()) % 100 < _HELD_OUT_PERCENT, d) for d in found]
     return [d for is_held, d in held if is_held == (split == "held_out")]

@@ -33,6 +33,10 @@ log = logging.getLogger(__name__)
 _LOOP_TOKENS, _MAX_PERIOD, _LOOP_KEPT, _LOOP_EVERY = 64, 24, 16, 16
 _CANDIDATES = 4
 """Prompts drawn per prompt used: a batch takes neighbours in length, so that its requests end at about the same time."""
+_PIECES = re.compile(r".{1,4000}(?!\S)|.{4000}", re.DOTALL)
+"""Parts of a paragraph, at spaces where it has some: a file without blank lines is not one prompt."""
+_TOKEN_CHARS = 16
+"""Characters of a token, far above the mean: what lies behind those of a prompt need not be made tokens."""
 _PREFILL_TOKENS = 2048
 """Prompt rows of a round: nobody waits for an answer."""
 
@@ -64,8 +68,8 @@ class RegenerateConfig:
 def folder_documents(folder: Path) -> list[str]:
     """Prompts from the .jsonl and .txt files of a folder.
 
-    A .jsonl line holds "prompt", "text" or "messages" (a chat); a .txt file is cut into paragraphs. Raises: ConfigError when
-    there is nothing to read.
+    A .jsonl line holds "prompt", "text" or "messages" (a chat); a .txt file is cut into paragraphs, and long ones into pieces.
+    Raises: ConfigError when there is nothing to read.
     """
     out: list[str] = []
     for path in sorted(folder.rglob("*.jsonl")):
@@ -74,7 +78,8 @@ def folder_documents(folder: Path) -> list[str]:
                 out.append(_document(line, f"{path}:{number}"))
     for path in sorted(folder.rglob("*.txt")):
         try:
-            out += [p for p in path.read_text(encoding="utf-8").split("\n\n") if len(p) > 40]
+            paragraphs = path.read_text(encoding="utf-8").split("\n\n")
+            out += [piece for p in paragraphs for piece in _PIECES.findall(p) if len(piece) > 40]
         except UnicodeDecodeError as e:
             raise ConfigError(f"{path} must be UTF-8 text: {e}") from e
     if not out:
@@ -103,19 +108,21 @@ def _document(line: bytes, place: str) -> str:
 
 
 def draw_prompt(document: str, tokenizer: Any, rng: np.random.Generator, config: RegenerateConfig) -> list[int]:
-    """Token ids of one prompt: up to an answer's beginning (any turn's), or up to a random token.
+    """Token ids of one prompt: up to an answer's beginning (any turn's), or up to a random token; [] of a blank document.
 
-    A tokenizer without our turn marks gets a chat by its own template.
+    With the tokens that the tokenizer puts around a text, as a service has them. A tokenizer without our turn marks gets a chat
+    by its own template.
     """
+    if not document.strip():
+        return []
     ends = [m.end() for m in re.finditer(re.escape(corpus.ASSISTANT), document)]
     is_cut = not ends or rng.random() < config.truncation_share
     if ends and getattr(tokenizer, "chat_template", None) and not has_marks(tokenizer):
         return _chat_prompt(document, ends, tokenizer, rng, config, is_cut=is_cut)
-    text = document if is_cut else document[: ends[int(rng.integers(len(ends)))]]
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    num_chars = _TOKEN_CHARS * config.max_prompt_tokens if is_cut else ends[int(rng.integers(len(ends)))]
+    ids = tokenizer(document[:num_chars])["input_ids"]
     if len(ids) > config.max_prompt_tokens and not is_cut:
-        text, is_cut = document[: ends[0]], False
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = tokenizer(document[: ends[0]])["input_ids"]
     if is_cut or len(ids) > config.max_prompt_tokens:
         stop = min(len(ids), config.max_prompt_tokens)
         ids = ids[: int(rng.integers(min(4, stop), stop + 1))]
@@ -145,7 +152,10 @@ def _chat_prompt(
         if turn["role"] != "user":
             continue
         chat = [*system, *turns[start:]]
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) + given
+        try:
+            text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) + given
+        except Exception as e:  # templates raise whatever their author chose, for instance on the order of roles
+            raise ConfigError(f"data must hold chats that the model's chat template takes, which says: {e}") from e
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) <= config.max_prompt_tokens:
             break

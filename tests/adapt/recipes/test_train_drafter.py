@@ -2,11 +2,13 @@
 
 import dataclasses
 import json
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tokenizers import processors
 
 from paceline.adapt.data import corpus
 from paceline.adapt.data.regenerate import (
@@ -147,6 +149,33 @@ def test_a_target_with_a_chat_template_of_its_own_is_asked_in_it(target_dir, tmp
     for wrong in ([], [{"content": "a"}], "ab"):
         with pytest.raises(ConfigError, match="role"):
             corpus.chat_document(wrong)
+
+
+def test_prompts_have_the_marks_that_a_service_puts_around_texts_and_no_more_tokens_than_asked_for(tmp_path):
+    tokenizer, rng, config = tiny_tokenizer(64), np.random.default_rng(0), RegenerateConfig(max_prompt_tokens=20)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=["<pad>", "$A"], special_tokens=[("<pad>", 0)]
+    )
+    for _ in range(20):
+        ids = draw_prompt("the cat sat on the mat " * 100_000, tokenizer, rng, config)
+        assert ids == tokenizer.encode("the cat sat on the mat")[: len(ids)] and 4 <= len(ids) <= 20 and ids[0] == 0
+    assert draw_prompt(" \n", tokenizer, rng, config) == []
+
+
+def test_a_file_without_blank_lines_is_many_prompts(tmp_path):
+    words = " ".join(f"word{i}" for i in range(5_000))
+    (tmp_path / "a.txt").write_text(words + "\r\n\r\nshort\r\n\r\n" + "漢" * 9_000, encoding="utf-8", newline="")
+    documents = folder_documents(tmp_path)
+    assert max(map(len, documents)) == 4_000 and len(documents) == -(-len(words) // 4_000) + 3
+    assert "".join(documents) == words + "漢" * 9_000
+    assert all(d.split()[-1] in words.split() for d in documents[:10])
+
+
+def test_a_chat_that_the_models_template_refuses_is_said_so():
+    tokenizer = tiny_tokenizer(64)
+    tokenizer.chat_template = "{{ raise_exception('no system here') }}"
+    with pytest.raises(ConfigError, match=r"data must hold chats .*: no system here"):
+        draw_prompt(f"{corpus.USER}a\n{corpus.ASSISTANT}b", tokenizer, np.random.default_rng(0), RegenerateConfig())
 
 
 def test_an_unknown_domain_is_refused_before_the_target_is_read(target_dir, tmp_path):
@@ -294,6 +323,70 @@ def test_an_interrupted_recipe_ends_with_the_same_weights_and_files(tmp_path, ta
     (tmp_path / "a" / "checkpoint.pt").unlink()
     with pytest.raises(ConfigError, match="was written by target"):
         train_drafter(elsewhere, prompts_dir, tmp_path / "a", recipe)
+
+
+SHORT = DrafterRecipe(drafter="jetspec", domains=(), text=TEXT, held_out_tokens=60, epochs=1.0, batch_rows=96)
+
+
+def test_what_cannot_be_trained_is_refused_before_text_is_written(tmp_path, target_dir, prompts_dir):
+    out = tmp_path / "out"
+    with pytest.raises(ConfigError, match=r"draft_vocab_size must be in \[1, vocab_size\], got 1000"):
+        train_drafter(target_dir, prompts_dir, out, dataclasses.replace(SHORT, draft_vocab_size=1000))
+    assert list(out.iterdir()) == []
+    train_drafter(target_dir, prompts_dir, out, SHORT)
+    text = (out / "text.json").read_bytes()
+    with pytest.raises(ConfigError, match=r"checkpoint\.pt belongs to another recipe"):
+        more = dataclasses.replace(TEXT, num_tokens=900)
+        train_drafter(target_dir, prompts_dir, out, dataclasses.replace(SHORT, text=more))
+    assert (out / "text.json").read_bytes() == text, "with its first settings the run would go on with other batches"
+
+
+def test_text_of_another_folder_is_not_taken_for_that_of_this_one(tmp_path, target_dir, prompts_dir):
+    train_drafter(target_dir, prompts_dir, tmp_path / "out", SHORT)
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(
+        ConfigError, match=f"was written by target .* for {prompts_dir.name} with seed 1; choose another"
+    ):
+        train_drafter(target_dir, other, tmp_path / "out", SHORT)
+    train_drafter(target_dir, None, tmp_path / "out", SHORT)  # which text to go on with is not asked
+
+
+def test_the_seed_is_that_of_the_text_too(tmp_path, target_dir, prompts_dir):
+    for seed in (1, 2):
+        train_drafter(target_dir, prompts_dir, tmp_path / str(seed), dataclasses.replace(SHORT, seed=seed))
+    one, two = ({tuple(t.token_ids) for t in stored_traces(tmp_path / seed / "text")} for seed in "12")
+    assert len(one - two) > len(one) // 2
+
+
+def test_a_domain_that_is_named_twice_counts_once(tmp_path, target_dir):
+    recipe = dataclasses.replace(SHORT, domains=("code", "code"))
+    first = train_drafter(target_dir, None, tmp_path, recipe)
+    assert train_drafter(target_dir, None, tmp_path, recipe) == first and list(first) == ["code"]
+
+
+def test_another_models_folder_is_no_place_for_a_drafter(tmp_path, target_dir, prompts_dir):
+    config = (target_dir / "config.json").read_bytes()
+    with pytest.raises(ConfigError, match=r"out must be a new folder .* which holds another model's config"):
+        train_drafter(target_dir, prompts_dir, target_dir, SHORT)
+    assert (target_dir / "config.json").read_bytes() == config and not (target_dir / "text").exists()
+
+
+def test_a_checkpoint_of_another_kind_of_training_is_refused(tmp_path, target_dir, prompts_dir):
+    for state in ({"step": 3, "recipe": "{}"}, torch.zeros(2)):
+        torch.save(state, tmp_path / "checkpoint.pt")
+        with pytest.raises(ConfigError, match=r"checkpoint\.pt belongs to another kind of training; delete it"):
+            train_drafter(target_dir, prompts_dir, tmp_path, SHORT)
+
+
+def test_text_that_is_gone_or_teaches_nothing_is_said_so(tmp_path, target_dir, prompts_dir):
+    train_drafter(target_dir, prompts_dir, tmp_path / "a", SHORT)
+    shutil.rmtree(tmp_path / "a" / "text")
+    with pytest.raises(ConfigError, match=r"a/text must hold a request .*; delete .*a/text\.json"):
+        train_drafter(target_dir, prompts_dir, tmp_path / "a", SHORT)
+    text = dataclasses.replace(TEXT, num_tokens=10, max_new_tokens=1)
+    with pytest.raises(ConfigError, match=r"b/text must hold a request that the target answered with 2 tokens or more"):
+        train_drafter(target_dir, prompts_dir, tmp_path / "b", dataclasses.replace(SHORT, text=text))
 
 
 def stored_traces(folder):

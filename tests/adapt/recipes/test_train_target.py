@@ -99,6 +99,31 @@ def test_missing_data_folder_says_which_file(tmp_path):
         corpus.documents("math", tmp_path, "train")
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b'{"question": "a"}', "got KeyError: 'answer'"),
+        (b'{"question": "a", "answer": 3}', "got TypeError"),
+        (b"[]", "got TypeError"),
+        (b'{"question"', "got JSONDecodeError"),
+        (b'{"question": "\xe4"}', "got UnicodeDecodeError"),
+    ],
+)
+def test_a_row_that_is_no_document_is_refused_with_its_place(tmp_path, line, words):
+    file = tmp_path / "math/gsm8k/train.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b'{"question": "a", "answer": "b"}\r\n\n' + line)
+    with pytest.raises(ConfigError, match=rf"train\.jsonl:3 must be as docs/drafters\.md says, {words}"):
+        corpus.documents("math", tmp_path, "train")
+
+
+def test_another_models_folder_is_no_place_for_a_target(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"out must be a new folder .* which holds another model's config"):
+        train_target.train_target(None, tmp_path, _recipe())
+    assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
 def test_learning_rate_warms_up_holds_and_falls_to_zero():
     recipe = _recipe(warmup_steps=10, learning_rate=1.0, decay_share=0.5)
     rates = [learning_rate(s, 100, recipe) for s in range(101)]
