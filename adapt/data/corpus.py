@@ -195,7 +195,7 @@ def documents(domain: str, data: Path | None, split: str) -> list[str]:
         domain: one of DOMAINS, or of PROMPT_DOMAINS, whose documents end where the answer begins.
         data: folder laid out as described in docs/drafters.md; None works for `code` and `chat` (project-written templates).
         split: "train" or "held_out"; a document's side is a hash of its text, so it never changes.
-    Raises: ConfigError on an unknown domain or a missing data file.
+    Raises: ConfigError on an unknown domain, a missing data file, or one that has nothing for one of the sides.
     """
     _check_domain(domain)
     if domain == "code":
@@ -209,5 +209,12 @@ def documents(domain: str, data: Path | None, split: str) -> list[str]:
     else:
         file, rows = _ROWS[domain]
         found = _read_jsonl(data / file, rows)
-    held = [(zlib.crc32(d.encode()) % 100 < _HELD_OUT_PERCENT, d) for d in found]
-    return [d for is_held, d in held if is_held == (split == "held_out")]
+    sides: dict[bool, list[str]] = {True: [], False: []}
+    for document in found:
+        sides[zlib.crc32(document.encode()) % 100 < _HELD_OUT_PERCENT].append(document)
+    if not all(sides.values()):
+        raise ConfigError(
+            f"domain {domain!r} must have documents to train on and, by their hash {_HELD_OUT_PERCENT} of 100, to hold out, got "
+            f"{len(sides[False])} and {len(sides[True])}; add more to the data folder"
+        )
+    return sides[split == "held_out"]

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 _LOOP_TOKENS, _MAX_PERIOD, _LOOP_KEPT, _LOOP_EVERY = 64, 24, 16, 16
 _CANDIDATES = 4
 """Prompts drawn per prompt used: a batch takes neighbours in length, so that its requests end at about the same time."""
+_BLANK_LINE = re.compile(r"\n[^\S\n]*\n")
 _PIECES = re.compile(r".{1,4000}(?!\S)|.{4000}", re.DOTALL)
 """Parts of a paragraph, at spaces where it has some: a file without blank lines is not one prompt."""
 _TOKEN_CHARS = 16
@@ -72,13 +73,13 @@ def folder_documents(folder: Path) -> list[str]:
     Raises: ConfigError when there is nothing to read.
     """
     out: list[str] = []
-    for path in sorted(folder.rglob("*.jsonl")):
+    for path in _files(folder, ".jsonl"):
         for number, line in enumerate(path.read_bytes().splitlines(), 1):
             if line.strip():
                 out.append(_document(line, f"{path}:{number}"))
-    for path in sorted(folder.rglob("*.txt")):
+    for path in _files(folder, ".txt"):
         try:
-            paragraphs = path.read_text(encoding="utf-8").split("\n\n")
+            paragraphs = _BLANK_LINE.split(path.read_text(encoding="utf-8-sig"))
             out += [piece for p in paragraphs for piece in _PIECES.findall(p) if len(piece) > 40]
         except UnicodeDecodeError as e:
             raise ConfigError(f"{path} must be UTF-8 text: {e}") from e
@@ -87,11 +88,26 @@ def folder_documents(folder: Path) -> list[str]:
     return out
 
 
+def _files(folder: Path, suffix: str) -> list[Path]:
+    return sorted(path for path in folder.rglob(f"*{suffix}") if path.is_file())
+
+
 def _document(line: bytes, place: str) -> str:
     """The prompt of a .jsonl line; raises ConfigError with the place."""
+    document = _text_of(line, place)
+    try:
+        document.encode()
+    except UnicodeEncodeError as e:
+        raise ConfigError(
+            f"{place} must be text of whole characters, got half a surrogate pair ({document[e.start]!r})"
+        ) from e
+    return document
+
+
+def _text_of(line: bytes, place: str) -> str:
     try:
         row = json.loads(line)
-    except ValueError as e:  # UnicodeDecodeError is one
+    except (ValueError, RecursionError) as e:  # UnicodeDecodeError is one
         raise ConfigError(f"{place} must be JSON: {e}") from e
     kind = next((k for k in ("messages", "prompt", "text") if isinstance(row, dict) and k in row), None)
     if kind is None:

@@ -22,6 +22,8 @@ from paceline.serving.loading.checkpoint import open_checkpoint
 from paceline.serving.sampling.request import RequestTrace
 
 OBJECTIVES = ("forward_kl", "cross_entropy")
+MAX_SEED = 2**32 - 1
+"""Seeds are multiplied, and torch takes 64 bits."""
 
 
 @record()
@@ -94,7 +96,7 @@ class DrafterRecipe:
     """The family's loss settings, a dataclass."""
     autocast: bool | None = None
     """bfloat16 autocast; None: when the hardware computes it natively and the drafter is wide enough to gain."""
-    seed: A[int, Setting("Seed of prompts, sampling and weights.", ge=0)] = 1
+    seed: A[int, Setting("Seed of prompts, sampling and weights.", ge=0, le=MAX_SEED)] = 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -30,6 +30,7 @@ from paceline.adapt.recipes.checkpoint import CHECKPOINT_FILE, check_out, load_c
 from paceline.adapt.recipes.learning_curve import CURVE_FILE, LearningCurve
 from paceline.adapt.recipes.record import add_facts, training_facts, write_provenance
 from paceline.errors import ConfigError
+from paceline.names import is_label
 from paceline.records import MODELS, Setting, Threads, build, record
 from paceline.serving.drafters.network import DrafterModel
 from paceline.serving.loading.families import save_drafter
@@ -371,8 +372,8 @@ def _documents(data: Path | None, recipe: DrafterRecipe) -> tuple[dict[str, list
 
 
 def _folder_domain(data: Path) -> str:
-    """The domain that the files of a folder make."""
-    return data.name or "prompts"
+    """The domain that the files of a folder make, a bucket of their requests."""
+    return data.name if is_label(data.name) else "prompts"
 
 
 def _write_text(

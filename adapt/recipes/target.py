@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from paceline.adapt.data import corpus
+from paceline.adapt.families.recipe import MAX_SEED
 from paceline.adapt.recipes.checkpoint import CHECKPOINT_FILE, check_out, load_checkpoint, save_checkpoint
 from paceline.errors import ConfigError
 from paceline.paths import write_atomic
@@ -54,7 +55,7 @@ class TargetRecipe:
     warmup_steps: int = 60
     weight_decay: float = 0.05
     domains: A[tuple[str, ...], Setting("Comma list of domains.", choices=corpus.DOMAINS)] = corpus.DOMAINS
-    seed: A[int, Setting("Seed of weights and windows.", ge=0)] = 1
+    seed: A[int, Setting("Seed of weights and windows.", ge=0, le=MAX_SEED)] = 1
 
     def __post_init__(self) -> None:
         is_batch = self.num_tokens >= self.step_tokens

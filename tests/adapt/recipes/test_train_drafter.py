@@ -37,12 +37,15 @@ from paceline.adapt.recipes.drafter import (
     validation_split,
 )
 from paceline.adapt.recipes.learning_curve import read_curve, read_validation
+from paceline.adapt.recipes.target import TargetRecipe
 from paceline.errors import ConfigError
 from paceline.serving.loading.families import build_model, load_drafter, read_drafter_files
 from paceline.serving.loading.target import read_target
 from paceline.serving.sampling.request import RequestTrace
 from tests.helpers.fakes import tiny_model, tiny_tokenizer
 from tests.helpers.training import TEXT
+
+SHORT = DrafterRecipe(drafter="jetspec", domains=(), text=TEXT, held_out_tokens=60, epochs=1.0, batch_rows=96)
 
 
 def run_batch(target_dir, temperatures, prompts=([5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [20, 21, 22, 23, 24])):
@@ -171,6 +174,18 @@ def test_a_file_without_blank_lines_is_many_prompts(tmp_path):
     assert all(d.split()[-1] in words.split() for d in documents[:10])
 
 
+def test_text_files_may_begin_with_a_mark_and_have_blanks_in_blank_lines_and_folders_may_be_called_as_they(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + b"a" * 50 + b"\r\n \t\r\n" + b"b" * 50)
+    (tmp_path / "b.txt").mkdir()
+    assert folder_documents(tmp_path) == ["a" * 50, "b" * 50]
+
+
+@pytest.mark.parametrize("name", ["my texts", "~class-1", "漢" * 60])
+def test_a_folder_of_any_name_may_hold_prompts(tmp_path, target_dir, prompts_dir, name):
+    shutil.copytree(prompts_dir, tmp_path / name)
+    assert list(train_drafter(target_dir, tmp_path / name, tmp_path / "out", SHORT)) == ["prompts"]
+
+
 def test_a_chat_that_the_models_template_refuses_is_said_so():
     tokenizer = tiny_tokenizer(64)
     tokenizer.chat_template = "{{ raise_exception('no system here') }}"
@@ -238,6 +253,7 @@ def test_foreign_prompts_must_hold_text(tmp_path):
         (b'{"prompt": "a', "must be JSON: Unterminated"), (b'{"prompt": "\xe4"}', "must be JSON: 'utf-8' codec"),
         (b'{"prompt": 7}', "prompt must be text, got 7"), (b'{"text": null}', "text must be text, got None"),
         (b'{"messages": [{"role": "user"}]}', "messages must be objects"), (b'{"messages": 7}', "messages must be objects"),
+        (b'{"text": "\\ud800"}', "must be text of whole characters"), (b"[" * 100_000, "must be JSON: maximum recursion"),
     ):  # fmt: skip
         file.write_bytes(b'{"prompt": "good"}\n\n' + line)
         with pytest.raises(ConfigError, match=rf"a\.jsonl:3:? {message}"):
@@ -325,9 +341,6 @@ def test_an_interrupted_recipe_ends_with_the_same_weights_and_files(tmp_path, ta
         train_drafter(elsewhere, prompts_dir, tmp_path / "a", recipe)
 
 
-SHORT = DrafterRecipe(drafter="jetspec", domains=(), text=TEXT, held_out_tokens=60, epochs=1.0, batch_rows=96)
-
-
 def test_what_cannot_be_trained_is_refused_before_text_is_written(tmp_path, target_dir, prompts_dir):
     out = tmp_path / "out"
     with pytest.raises(ConfigError, match=r"draft_vocab_size must be in \[1, vocab_size\], got 1000"):
@@ -357,6 +370,12 @@ def test_the_seed_is_that_of_the_text_too(tmp_path, target_dir, prompts_dir):
         train_drafter(target_dir, prompts_dir, tmp_path / str(seed), dataclasses.replace(SHORT, seed=seed))
     one, two = ({tuple(t.token_ids) for t in stored_traces(tmp_path / seed / "text")} for seed in "12")
     assert len(one - two) > len(one) // 2
+
+
+def test_a_seed_beyond_what_torch_takes_is_refused():
+    for kind in (DrafterRecipe, TargetRecipe):
+        with pytest.raises(ConfigError, match="seed must be in"):
+            kind(seed=2**64)
 
 
 def test_a_domain_that_is_named_twice_counts_once(tmp_path, target_dir):

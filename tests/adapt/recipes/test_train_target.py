@@ -117,6 +117,14 @@ def test_a_row_that_is_no_document_is_refused_with_its_place(tmp_path, line, wor
         corpus.documents("math", tmp_path, "train")
 
 
+def test_a_domain_of_a_few_rows_has_nothing_to_hold_out(tmp_path):
+    file = tmp_path / "math/gsm8k/train.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text('{"question": "a", "answer": "b"}\n' * 5)
+    with pytest.raises(ConfigError, match=r"domain 'math' must have documents .*, got 5 and 0; add more"):
+        corpus.documents("math", tmp_path, "train")
+
+
 def test_another_models_folder_is_no_place_for_a_target(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"out must be a new folder .* which holds another model's config"):
