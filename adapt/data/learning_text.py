@@ -34,7 +34,7 @@ class LearningText(NamedTuple):
     rehearsal: list[RequestTrace]
     """Requests of other classes, in random order."""
     num_unreadable: int
-    """Shards that were gone or damaged and traces of another target or with non-finite features."""
+    """Shards that were gone or damaged and traces of another target, with features of other layers or non-finite ones."""
 
     @property
     def num_rows(self) -> int:
@@ -52,18 +52,33 @@ def count_rows(traces: Iterable[RequestTrace]) -> int:
     return sum(len(t.token_ids) - t.prompt_len for t in traces)
 
 
-def _is_usable(trace: RequestTrace, target_version: str) -> bool:
-    return trace.target_version == target_version and bool(torch.isfinite(torch.as_tensor(trace.features)).all())
+class Features(NamedTuple):
+    """What a drafter reads of its target; None: not known."""
+
+    size: int | None = None
+    """Width of a row."""
+    tap_layers: tuple[int, ...] | None = None
+    """Target layers whose outputs make it: services of one target may tap others, as their drafters want."""
 
 
-def _read(store: ShardReader, shard_id: str, target_version: str) -> tuple[list[RequestTrace], int]:
+_ANY = Features()
+
+
+def _is_usable(trace: RequestTrace, target_version: str, wanted: Features) -> bool:
+    features = torch.as_tensor(trace.features)
+    found = Features(features.shape[1], trace.tap_layers)
+    is_other = any(None not in pair and pair[0] != pair[1] for pair in zip(found, wanted, strict=True))
+    return not is_other and trace.target_version == target_version and bool(torch.isfinite(features).all())
+
+
+def _read(store: ShardReader, shard_id: str, target_version: str, wanted: Features) -> tuple[list[RequestTrace], int]:
     """The shard's requests that hold a round (two output tokens or more), and how much of it is of no use."""
     try:
         traces = store.read_shard(shard_id)
     except TraceError as e:
         log.warning("training goes on without a shard: %s", e)
         return [], 1
-    good = [t for t in traces if _is_usable(t, target_version)]
+    good = [t for t in traces if _is_usable(t, target_version, wanted)]
     return [t for t in good if len(t.token_ids) - t.prompt_len >= 2], len(traces) - len(good)
 
 
@@ -81,6 +96,7 @@ def load_learning_text(
     rehearsal_share: float,
     rng: np.random.Generator,
     seen: Container[int] = (),
+    features: Features = _ANY,
 ) -> LearningText:
     """Read the newest requests of a class that are not in `seen`, and a random choice of rehearsal requests.
 
@@ -90,10 +106,11 @@ def load_learning_text(
         num_rows: fresh supervised rows (the last request may exceed it).
         rehearsal_share: rehearsal rows as a share of all rows, in [0, 1).
         seen: digests of the requests that the learner has read.
+        features: what the drafter reads.
     """
     bad, newest_first = 0, []
     for shard_id in reversed(shard_ids):
-        traces, num_bad = _read(store, shard_id, target_version)
+        traces, num_bad = _read(store, shard_id, target_version, features)
         bad += num_bad
         newest_first += [t for t in traces[::-1] if request_digest(t.request_id) not in seen]
         newest_first = _unique(newest_first)
@@ -106,7 +123,7 @@ def load_learning_text(
     for shard_id in order:
         if count_rows(pool) >= 2 * wanted:  # twice what is needed keeps the draw mixed
             break
-        traces, num_bad = _read(store, shard_id, target_version)
+        traces, num_bad = _read(store, shard_id, target_version, features)
         bad += num_bad
         pool += traces
     pool = _unique(pool)

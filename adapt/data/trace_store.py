@@ -11,8 +11,8 @@ A shard is one safetensors file with the traces of R requests of one bucket and 
 | `features` | (sum (T - 1), m * Dm), target's type | tapped hidden states of rows 0..T-2 |
 | `topk_ids`, `topk_logprobs` | (sum outputs, k) int32, float32 | the target's top-k for each output token |
 
-Its metadata (JSON under the key `paceline`) holds request ids, finish reasons, bucket, target version and creation
-time. The file name repeats what a listing needs, so that listing a store opens no shard.
+Its metadata (JSON under the key `paceline`) holds request ids, finish reasons, bucket, target version, tapped layers and
+creation time. The file name repeats what a listing needs, so that listing a store opens no shard.
 """
 
 from __future__ import annotations
@@ -91,8 +91,11 @@ class TraceStore:
         for trace, f, i, lp in zip(traces, feats, ids, logprobs, strict=True):
             if problem := _is_corrupt(trace, f, i, lp):
                 raise TraceError(f"trace of request {trace.request_id}: {problem}")
-        if len({(f.shape[1:], f.dtype) for f in feats}) != 1 or len({i.shape[1] for i in ids}) != 1:
-            raise TraceError("traces of a shard must agree in feature size, feature type and top-k width")
+        kinds = {(f.shape[1:], f.dtype, t.tap_layers) for f, t in zip(feats, traces, strict=True)}
+        if len(kinds) != 1 or len({i.shape[1] for i in ids}) != 1:
+            raise TraceError(
+                "traces of a shard must agree in tapped layers, feature size, feature type and top-k width"
+            )
         lengths = torch.tensor([0] + [len(t.token_ids) for t in traces])
         created = self._clock.now()
         data = pack_tensors(
@@ -108,6 +111,7 @@ class TraceStore:
             {
                 "bucket": bucket,
                 "target_version": traces[0].target_version,
+                "tap_layers": traces[0].tap_layers,
                 "created": created,
                 "request_ids": [t.request_id for t in traces],
                 "finish_reasons": [t.finish_reason for t in traces],
@@ -138,6 +142,7 @@ class TraceStore:
             t, info = unpack_tensors(data)
             cu, prompts = t["cu_tokens"].tolist(), t["prompt_lens"].tolist()
             token_ids, temps = t["token_ids"].tolist(), t["temperatures"].tolist()
+            taps = None if (found := info.get("tap_layers")) is None else tuple(found)
             traces, out = [], 0
             for r, request_id in enumerate(info["request_ids"]):
                 a, b, num_outputs = cu[r], cu[r + 1], cu[r + 1] - cu[r] - prompts[r]
@@ -154,6 +159,7 @@ class TraceStore:
                         target_version=info["target_version"],
                         finish_reason=info["finish_reasons"][r],
                         extra=info["extra"][r],
+                        tap_layers=taps,
                     )
                 )
                 out += num_outputs

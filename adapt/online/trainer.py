@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 import torch
 
-from paceline.adapt.data.learning_text import LearningText, ShardReader, load_learning_text
+from paceline.adapt.data.learning_text import Features, LearningText, ShardReader, load_learning_text
 from paceline.adapt.families.target_handle import TargetTables, load_target_handle
 from paceline.adapt.gate.gate import Finding, score_version
 from paceline.adapt.gate.shadow import ShadowStoppedError, shadow_scores
@@ -206,7 +206,7 @@ def _run(
         except DrafterMismatchError as e:
             log.warning("the learner of bucket %s begins anew: %s", job.bucket, e)
             learner = new_learner()
-    text = _read(job, store, target.version, learner)
+    text = _read(job, store, target, learner)
     drafter, incumbent = (_drafter(base, base_state, target, chain=shadow.chain) for _ in range(2))
     burst = Burst(
         learner,
@@ -279,16 +279,18 @@ def _run(
     )
 
 
-def _read(job: TrainJob, store: ShardReader, target_version: str, learner: Learner) -> LearningText:
+def _read(job: TrainJob, store: ShardReader, target: TargetHandles, learner: Learner) -> LearningText:
+    taps = getattr(target, "tap_layers", None)  # not every holder of a target's tensors ran it
     text = load_learning_text(
         store,
         job.shard_ids,
         job.rehearsal_shard_ids,
-        target_version,
+        target.version,
         num_rows=job.arm.num_rows,
         rehearsal_share=job.arm.rehearsal_share,
         rng=np.random.default_rng(job.seed),
         seen=learner.seen,
+        features=Features(learner.model.config.feature_size, None if taps is None else tuple(taps)),
     )
     if not text.fresh:
         raise _JobFailedError(

@@ -178,7 +178,7 @@ class Engine:
         if traces is not None and self.kv.features is not None:
             self.output.traces = TraceCollector(
                 traces, self.kv.features, choose_ranking(target.kernels), topk=trace_topk, target_version=target.version,
-                note_error=self.output.note_broken_sink,
+                tap_layers=target.tap_layers, note_error=self.output.note_broken_sink,
             )  # fmt: skip
         cost = CostModel(shape=TargetShape.of(target.config, target.dtype.itemsize))
         self.policy = policy or TreePolicy(

@@ -53,12 +53,14 @@ class TraceCollector:
         *,
         topk: int,
         target_version: str,
+        tap_layers: tuple[int, ...],
         note_error: Callable[[str], None],
     ) -> None:
         """features: the KV pool's tapped hidden states (R, m * Dm). note_error: counts what must end neither a request nor the
         engine; called inside the handler, with what failed."""
         self._sink, self._features, self.ranking = sink, features, ranking
         self._topk, self._target_version, self._note_error = topk, target_version, note_error
+        self._tap_layers = tap_layers
         self._logits: list[torch.Tensor] = []  # (n, V) each, not yet ranked
         self._owners: list[tuple[RunningRequest, int]] = []  # whose rows those are, and how many, in order
         self._num_elements = 0
@@ -169,6 +171,7 @@ class TraceCollector:
                 target_version=self._target_version,
                 finish_reason=reason,
                 extra={"tenant": request.request.tenant} if request.request.tenant else {},
+                tap_layers=self._tap_layers,
             )
 
     def _rank(self) -> None:

@@ -290,3 +290,5 @@ class RequestTrace:
     target_version: str
     finish_reason: str = ""
     extra: dict = field(default_factory=dict)
+    tap_layers: tuple[int, ...] | None = None
+    """Target layers whose outputs the features are; None: not told."""

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from paceline.adapt.data.learning_text import count_rows, load_learning_text, request_digest
+from paceline.adapt.data.learning_text import Features, count_rows, load_learning_text, request_digest
 from paceline.errors import TraceError
 from paceline.serving.sampling.request import RequestTrace
 
@@ -24,7 +24,7 @@ class Store(dict):
         return self[shard_id]
 
 
-def load(store, shards, rehearsal=(), num_rows=100, share=0.0, seed=0, seen=()):
+def load(store, shards, rehearsal=(), num_rows=100, share=0.0, seed=0, seen=(), **options):
     return load_learning_text(
         store,
         shards,
@@ -34,6 +34,7 @@ def load(store, shards, rehearsal=(), num_rows=100, share=0.0, seed=0, seen=()):
         rehearsal_share=share,
         rng=np.random.default_rng(seed),
         seen=seen,
+        **options,
     )
 
 
@@ -50,6 +51,17 @@ def test_what_was_read_before_is_not_read_again_and_older_text_takes_its_place()
     assert ids(second) == [f"s0r{i}" for i in range(5, 10)] + [f"s1r{i}" for i in range(10)]
     seen |= {request_digest(t.request_id) for t in second}
     assert ids(load(store, list(store), num_rows=1000, seen=seen).fresh) == [f"s0r{i}" for i in range(5)]
+
+
+def test_features_of_other_layers_are_of_no_use_whatever_their_width():
+    store = Store({name: [make_trace(name)] for name in ("own", "untold", "other", "wide")})
+    for name, taps in (("own", (1, 2)), ("other", (0, 2)), ("wide", (1, 2, 3))):
+        store[name][0].tap_layers = taps
+    store["wide"][0].features = torch.zeros(11, 3)
+    found = load(store, list(store), list(store), share=0.5, features=Features(2, (1, 2)))
+    assert ids(found.fresh) == ["own", "untold"] and sorted(ids(found.rehearsal)) == ["own", "untold"]
+    assert ids(load(store, list(store), features=Features(3)).fresh) == ["wide"]
+    assert len(load(store, list(store)).fresh) == 4
 
 
 def test_requests_without_a_round_are_left_out():

@@ -15,11 +15,13 @@ from tests.helpers.drafters import make_trace
 def test_shard_gives_back_what_was_written(tmp_path, dtype):
     store = TraceStore(tmp_path)
     traces = [make_trace("a", dtype=dtype), make_trace("bb", prompt_len=1, num_outputs=1, dtype=dtype)]
+    for trace in traces:
+        trace.tap_layers = None if dtype == torch.float32 else (1, 5, 8)
     back = store.read_shard(store.write_shard(traces, "math"))
     assert [t.request_id for t in back] == ["a", "bb"]
     for t, b in zip(traces, back, strict=True):
-        assert (t.token_ids, t.prompt_len, t.bucket, t.target_version, t.finish_reason, t.extra) == (
-            b.token_ids, b.prompt_len, b.bucket, b.target_version, b.finish_reason, b.extra,
+        assert (t.token_ids, t.prompt_len, t.bucket, t.target_version, t.finish_reason, t.extra, t.tap_layers) == (
+            b.token_ids, b.prompt_len, b.bucket, b.target_version, b.finish_reason, b.extra, b.tap_layers,
         )  # fmt: skip
         assert torch.equal(t.features, b.features) and b.features.dtype == dtype
         assert torch.equal(t.topk_ids, b.topk_ids) and torch.equal(t.topk_logprobs, b.topk_logprobs)

@@ -351,6 +351,18 @@ class FullDisk(DrafterRegistry):
         raise OSError("no space left on device")
 
 
+def test_text_whose_features_are_of_another_drafters_layers_is_not_learned(place):
+    store, registry, job = place
+    wide = [learnable_trace(f"w{i}") for i in range(3)]
+    for trace in wide:
+        trace.features = torch.cat((trace.features, trace.features), 1)
+    shards = [store.write_shard(wide, "math"), *job.shard_ids[:1]]
+    result = run_training_job(msgspec.structs.replace(job, shard_ids=shards), store, registry, TARGET)
+    assert result.num_requests == NUM_REQUESTS // 3
+    result = run_training_job(msgspec.structs.replace(job, shard_ids=shards[:1]), store, registry, TARGET)
+    assert result.status == "failed" and "3 shards or traces unusable" in result.reason
+
+
 def test_a_full_disk_fails(place, tmp_path):
     store, _, job = place
     result = run((store, FullDisk(tmp_path / "registry"), job), should_stop=stop_at(SURE))

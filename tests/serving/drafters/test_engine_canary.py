@@ -55,7 +55,7 @@ def test_failed_requests_are_counted_by_the_version_they_were_pinned_to():
     assert engine.output.num_errors == want
 
 
-def test_a_trace_names_its_tenant():
+def test_a_trace_names_its_tenant_and_the_layers_that_its_features_are_of():
     sinks = Sinks()
     engine = make_engine(sinks=sinks)
     for i, tenant in (("a", "acme"), ("b", "")):
@@ -64,3 +64,4 @@ def test_a_trace_names_its_tenant():
         engine.submit(request, lambda event: None)
     finish(engine)
     assert {t.request_id: t.extra for t in sinks.traces} == {"a": {"tenant": "acme"}, "b": {}}
+    assert {t.tap_layers for t in sinks.traces} == {engine.target.tap_layers}

@@ -19,7 +19,7 @@ def collector(ranking=None, topk=4):
     errors = []
     made = TraceCollector(
         None, torch.zeros(2, 2), ranking or choose_ranking(STATIC_KERNELS), topk=topk, target_version="v",
-        note_error=errors.append,
+        tap_layers=(0,), note_error=errors.append,
     )  # fmt: skip
     return made, errors
 
