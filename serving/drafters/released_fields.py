@@ -146,6 +146,20 @@ class ReleasedSettings:
 
     values: Mapping[str, Any]
 
+    def section(self, name: str) -> Mapping[str, Any]:
+        """Settings that stand under a name, none where it is absent. Raises: DrafterMismatchError when it holds something else."""
+        value = self.values.get(name) or {}
+        if not isinstance(value, Mapping):
+            raise DrafterMismatchError(f"{name} in config.json must be an object, got {value!r}")
+        return value
+
+    def layers(self, name: str) -> tuple[int, ...]:
+        """Numbers of layers, none where they are absent. Raises: DrafterMismatchError when they are something else."""
+        value = self.values.get(name) or []
+        if not isinstance(value, list) or not all(isinstance(i, int) for i in value):
+            raise DrafterMismatchError(f"{name} in config.json must be a list of whole numbers, got {value!r}")
+        return tuple(value)
+
     def integer(self, name: str, default: int | None = None) -> int:
         """A positive whole number. Raises: DrafterMismatchError when it is absent without a default, or is none."""
         value = self.values.get(name)
@@ -172,11 +186,18 @@ class ReleasedSettings:
 
     def refuse_common(self) -> None:
         """Refuse what no family of ours has."""
-        self.refuse_unless("hidden_act", ("silu", "swish"), "another activation than SwiGLU's")
+        for name in ("hidden_act", "hidden_activation"):
+            self.refuse_unless(name, ("silu", "swish"), "another activation than SwiGLU's")
         self.refuse_unless("attention_bias", (False,), "biases in attention projections")
         self.refuse_unless("mlp_bias", (False,), "biases in the MLP")
         self.refuse_unless("quantization_config", (), "quantised weights")
-        self.refuse_unless("partial_rotary_factor", (1, 1.0), "rotary angles on a part of a head")
+        for rope in (self, ReleasedSettings(self.section("rope_parameters"))):
+            rope.refuse_unless("partial_rotary_factor", (1, 1.0), "rotary angles on a part of a head")
+        kinds = sorted(set(self.values.get("layer_types") or ()) - {"full_attention"})
+        if kinds:
+            raise DrafterMismatchError(
+                f"layer_types {kinds} in config.json mean layers with a sliding window, which Paceline cannot serve"
+            )
         if self.values.get("sliding_window") and self.values.get(
             "use_sliding_window", not self.values.get("layer_types")
         ):
@@ -197,13 +218,17 @@ class ReleasedSettings:
 
     def rope_theta(self) -> float:
         """Base of the rotary angles, 10000 where none is written."""
-        current = self.values.get("rope_parameters") or {}
+        current = self.section("rope_parameters")
         return ReleasedSettings({**self.values, **current}).number("rope_theta", 10_000.0)
 
     def rope_scaling(self, *, can_scale: bool = True) -> tuple[float, ...] | None:
         """What rope_cos_sin takes: Llama-3.1's scaling, or None. Raises: DrafterMismatchError on every other scaling."""
         for name in ("rope_parameters", "rope_scaling"):
-            source = self.values.get(name) or {}
+            source = self.section(name)
+            if any(isinstance(value, Mapping) for value in source.values()):
+                raise DrafterMismatchError(
+                    f"{name} in config.json means rotary angles by the kind of layer, which Paceline cannot serve"
+                )
             kind = source.get("rope_type") or source.get("type") or "default"
             if kind == "llama3" and can_scale:
                 numbers = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -254,6 +279,10 @@ def check_tensors(
     for name, tensor in tensors.items():
         if tuple(tensor.shape) != tuple(shapes[name]):
             raise DrafterMismatchError(f"released tensor {name} must be {shapes[name]}, got {tuple(tensor.shape)}")
+        if not tensor.is_floating_point() and name not in optional:
+            raise DrafterMismatchError(
+                f"released tensor {name} must hold floating-point numbers, got {tensor.dtype}: quantised weights cannot be served"
+            )
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise DrafterMismatchError(f"released tensor {name} must be finite; fetch the file again")
 

@@ -36,11 +36,10 @@ def eagle3_tap_layers(values: Mapping[str, Any]) -> tuple[int, ...] | None:
 
     `eagle_config` counts layer outputs from 0; `speculators` counts the token embedding as 0, the first layer as 1.
     """
-    nested = (values.get("eagle_config") or {}).get(_TAPS)
-    if nested:
-        return tuple(int(i) for i in nested)
-    own = values.get(_TAPS)
-    return tuple(int(i) - 1 for i in own) if own else None
+    s = ReleasedSettings(values)
+    if nested := ReleasedSettings(s.section("eagle_config")).layers(_TAPS):
+        return nested
+    return tuple(i - 1 for i in s.layers(_TAPS)) or None
 
 
 def eagle3_layout(c: EagleConfig) -> Layout:
@@ -80,7 +79,7 @@ def _settings(values: Mapping[str, Any], target: TargetHandles, feature_size: in
             "between versions"
         )
     outer = ReleasedSettings(values)
-    s = ReleasedSettings({**values, **values[_NESTED]}) if is_nested else outer
+    s = ReleasedSettings({**values, **outer.section(_NESTED)}) if is_nested else outer
     s.refuse_common()
     outer.refuse_unless("norm_before_fc", (False,), "norms before the fusion of features")
     outer.refuse_unless("fc_norm", (False,), "norms before the fusion of features")

@@ -40,19 +40,18 @@ def _flat(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """The settings as z-lab's releases write them; `speculators` counts the token embedding as layer 0, the first as 1."""
     if _SPECULATORS not in values:
         return values
-    taps = values.get("aux_hidden_state_layer_ids") or ()
+    s = ReleasedSettings(values)
     own = {name: values.get(name) for name in ("mask_token_id", "target_hidden_size")}
-    own["target_layer_ids"] = [int(i) - 1 for i in taps]
-    return {**values, **values[_SPECULATORS], _NESTED: own, "draft_vocab_size": values.get("draft_vocab_size")}
+    own["target_layer_ids"] = [i - 1 for i in s.layers("aux_hidden_state_layer_ids")]
+    return {**values, **s.section(_SPECULATORS), _NESTED: own, "draft_vocab_size": values.get("draft_vocab_size")}
 
 
 def parallel_head_tap_layers(values: Mapping[str, Any]) -> tuple[int, ...]:
     """Target layers whose outputs are fused: those written down, else as many as the head has layers, evenly spread."""
     values = _flat(values)
-    written = (values.get(_NESTED) or {}).get("target_layer_ids")
-    if written:
-        return tuple(int(i) for i in written)
     s = ReleasedSettings(values)
+    if written := ReleasedSettings(s.section(_NESTED)).layers("target_layer_ids"):
+        return written
     count, depth = s.integer("num_hidden_layers"), s.integer("num_target_layers")
     if count == 1:
         return (depth // 2,)
@@ -108,15 +107,11 @@ def parallel_head_layout(c: ParallelHeadConfig) -> Layout:
 
 def _settings(values: Mapping[str, Any], target: TargetHandles, tensors: dict[str, torch.Tensor]) -> ParallelHeadConfig:
     """The settings of a release. tensors: loses the id of a learned mask vector, which is compared."""
-    own = values.get(_NESTED) or {}
-    s, head = ReleasedSettings(values), ReleasedSettings(own)
+    s = ReleasedSettings(values)
+    own = s.section(_NESTED)
+    head = ReleasedSettings(own)
     s.refuse_common()
     s.refuse_unless("sample_from_anchor", (False,), "an anchor's row that drafts")
-    kinds = sorted(set(values.get("layer_types") or ()) - {"full_attention"})
-    if kinds:
-        raise DrafterMismatchError(
-            f"layer_types {kinds} in config.json mean layers with a sliding window, which Paceline cannot serve"
-        )
     modes = own.get("attention_modes") or [own.get("attention_mode", "gqa")]
     if any(str(m).lower() not in ("gqa", "mha") for m in modes):
         raise DrafterMismatchError(f"attention modes {modes} in config.json cannot be served, only gqa and mha")

@@ -198,7 +198,7 @@ def test_another_target_is_refused_and_the_message_says_what_to_do(tmp_path, kin
 
 
 @ALL
-@pytest.mark.parametrize("fault", ["missing", "bias", "shape", "nan"])
+@pytest.mark.parametrize("fault", ["missing", "bias", "shape", "nan", "whole"])
 def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, kind, fault):
     values, tensors = MAKERS[kind]()
     name = next(n for n in tensors if n.endswith("mlp.up_proj.weight"))
@@ -209,9 +209,12 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, kind, fault):
         tensors[name.replace("weight", "bias")] = torch.zeros(3)
     elif fault == "shape":
         tensors[name] = torch.zeros(3, HIDDEN)
+    elif fault == "whole":
+        tensors[name] = tensors[name].to(torch.int8)
     else:
         tensors[name][0, 0] = float("nan")
     message = {
+        "whole": f"{ours} must hold floating-point numbers, got torch.int8: quantised weights",
         "missing": f"must hold {ours}", "bias": "biases in projections cannot be served", "shape": rf"{ours} must be \(12, 8\), got \(3, 8\)",
         "nan": f"{ours} must be finite",
     }[fault]  # fmt: skip
@@ -231,6 +234,16 @@ def test_tensors_that_do_not_fit_are_refused_by_name(tmp_path, kind, fault):
         *((k, {"rope_parameters": {"rope_type": "yarn"}}, "'yarn'.*scaled rotary") for k in ("eagle3", "dflash")),
         *((k, {"quantization_config": {"bits": 4}}, "quantised") for k in ("eagle3", "dflash")),
         *((k, {"hidden_size": None}, "hidden_size in config.json must be a whole number") for k in ("eagle3", "dflash", "specblock")),
+        *((k, {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "by the kind of layer") for k in ("eagle3", "dflash", "specblock")),
+        *((k, {"rope_parameters": {"rope_theta": 5e3, "partial_rotary_factor": 0.5}}, "a part of a head") for k in ("eagle3", "dflash", "specblock")),
+        *((k, {"hidden_act": None, "hidden_activation": "gelu"}, "another activation") for k in ("eagle3", "dflash", "specblock")),
+        *((k, {"sliding_window": 8, "layer_types": ["sliding_attention"]}, "sliding window") for k in ("eagle3", "dflash", "specblock")),
+        *((k, {"rope_scaling": "yarn"}, "rope_scaling in config.json must be an object, got 'yarn'") for k in ("eagle3", "dflash", "specblock")),
+        ("eagle3", {"eagle_config": [1]}, "eagle_config in config.json must be an object"),
+        ("eagle3", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": ["a"]}}, "must be a list of whole numbers"),
+        ("dflash", {"dflash_config": [1]}, "dflash_config in config.json must be an object"),
+        ("dflash", {"dflash_config": {"mask_token_id": 49, "target_layer_ids": "158"}}, "must be a list of whole numbers"),
+        ("speculators", {"transformer_layer_config": [1]}, "transformer_layer_config in config.json must be an object"),
         ("eagle3", {"num_hidden_layers": 2}, "more than one layer"),
         ("eagle3", {"sliding_window": 512}, "layers with a sliding window"),
         ("eagle3", {"partial_rotary_factor": 0.5}, "a part of a head"),
