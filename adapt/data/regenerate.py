@@ -261,6 +261,20 @@ class Regenerator:
         return [dataclasses.replace(t, bucket=bucket) for t in traces]  # the engine may count it under another name
 
 
+def read_state(state_file: Path) -> dict[str, Any] | None:
+    """What `regenerate` remembers of finished batches; None: nothing. Raises: ConfigError when the file is damaged."""
+    try:
+        state = json.loads(state_file.read_bytes()) if state_file.is_file() else None
+    except ValueError:
+        state = ()
+    names = ("target_version", "domains", "seed", "batches", "tokens")
+    if state is not None and not (isinstance(state, dict) and all(name in state for name in names)):
+        raise ConfigError(
+            f"{state_file} is damaged; delete it, and {state_file.with_suffix('')} beside it, to start again"
+        )
+    return state
+
+
 def regenerate(
     target: TargetModel,
     store: TraceStore,
@@ -287,8 +301,8 @@ def regenerate(
         "seconds": 0.0,
         "sources": dict(sources or {}),
     }
-    if state_file.is_file():
-        state = json.loads(state_file.read_text(encoding="utf-8"))
+    if (found := read_state(state_file)) is not None:
+        state = found
         if any(state.get(k) != v for k, v in settings.items()):
             raise ConfigError(f"{state_file} belongs to another target, domain list or seed; delete its folder")
     writer = Regenerator(

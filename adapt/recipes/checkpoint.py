@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +18,30 @@ from paceline.paths import check_folder, open_atomic
 CHECKPOINT_FILE = "checkpoint.pt"
 
 
-def check_out(folder: Path, own: Sequence[str]) -> None:
-    """Raise ConfigError unless a training may write config.json in `folder`: none is there, or beside it one of the files `own`,
-    which trainings leave. Others are a model's, which would be lost."""
+@contextmanager
+def own_folder(folder: Path, own: Sequence[str]) -> Iterator[None]:
+    """Keep a folder for one training. Raises: ConfigError where another one is at work, and where it holds a model's config.json.
+
+    own: files that a training leaves beside its config.json.
+    """
     check_folder(folder, "config.json", "out")
     if (folder / "config.json").is_file() and not any((folder / name).is_file() for name in own):
         raise ConfigError(
             f"out must be a new folder or one that a training of this kind has written, got {str(folder)!r}, which holds another "
             "model's config.json"
         )
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"out must not be a folder that another training writes now, got {str(folder)!r}; wait for its end"
+                ) from None
+        yield
+    finally:
+        os.close(held)
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from paceline.adapt.data import corpus
-from paceline.adapt.data.regenerate import RegenerateConfig, folder_documents, regenerate
+from paceline.adapt.data.regenerate import RegenerateConfig, folder_documents, read_state, regenerate
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.families.family import summarise
 from paceline.adapt.families.recipe import DrafterRecipe, has_native_bf16, target_shape
@@ -26,7 +26,7 @@ from paceline.adapt.families.row_batch import collate
 from paceline.adapt.families.target_handle import TargetHandle, TargetTables, load_target_handle
 from paceline.adapt.families.training import StepReport, TrainingRun, training_family, warmup_cosine
 from paceline.adapt.gate.shadow import fixed_rounds, replay_rounds
-from paceline.adapt.recipes.checkpoint import CHECKPOINT_FILE, check_out, load_checkpoint, save_checkpoint
+from paceline.adapt.recipes.checkpoint import CHECKPOINT_FILE, load_checkpoint, own_folder, save_checkpoint
 from paceline.adapt.recipes.learning_curve import CURVE_FILE, LearningCurve
 from paceline.adapt.recipes.record import add_facts, training_facts, write_provenance
 from paceline.errors import ConfigError
@@ -237,9 +237,7 @@ def train_drafter(
     Returns: per domain the held-out numbers; `trained_`: of about as many requests of its training text. Raises: ConfigError on
     missing data or a foreign checkpoint.
     """
-    folder, source = Path(out), Path(target_dir)
-    family = training_family(recipe.drafter)
-    recipe = family.complete(
+    recipe = training_family(recipe.drafter).complete(
         dataclasses.replace(
             recipe,
             domains=tuple(dict.fromkeys(recipe.domains)),
@@ -247,7 +245,27 @@ def train_drafter(
         )
     )
     sources = {d: corpus.licence(d, data) for d in recipe.domains}
-    check_out(folder, (CURVE_FILE, _TEXT_STATE))
+    with own_folder(Path(out), (CURVE_FILE, _TEXT_STATE)):
+        return _train(
+            Path(target_dir), data, Path(out), recipe, sources, device=device, checkpoint_every=checkpoint_every,
+            progress=progress, command=command,
+        )  # fmt: skip
+
+
+def _train(
+    source: Path,
+    data: Path | None,
+    folder: Path,
+    recipe: DrafterRecipe,
+    sources: dict[str, str],
+    *,
+    device: str,
+    checkpoint_every: int,
+    progress: Progress,
+    command: str,
+) -> dict[str, dict[str, float]]:
+    """`train_drafter` by a complete recipe in a folder of its own. sources: of the domains."""
+    family = training_family(recipe.drafter)
     handle = load_target_handle(source, device=device)
     config = family.make_config(handle, target_shape(source), recipe)
     settings = json.dumps({"target": handle.version, "recipe": asdict(recipe), "config": config.to_dict()})
@@ -392,7 +410,7 @@ def _write_text(
     held["num_tokens"] = recipe.held_out_tokens * max(1, len(recipe.domains))
     held["batch_requests"] = max(1, min(text["batch_requests"], recipe.held_out_tokens // 100))
     goals = [RegenerateConfig(**text), RegenerateConfig(**held)]
-    found = [json.loads(s.read_text(encoding="utf-8")) if s.is_file() else None for s in states]
+    found = [read_state(s) for s in states]
     if all(f is not None and f["tokens"] >= g.num_tokens for f, g in zip(found, goals, strict=True)):
         named = list(recipe.domains) or ([_folder_domain(data)] if data is not None else None)
         _check_text(found, goals, handle.version, named)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from paceline.adapt.data import corpus
 from paceline.adapt.families.recipe import MAX_SEED
-from paceline.adapt.recipes.checkpoint import CHECKPOINT_FILE, check_out, load_checkpoint, save_checkpoint
+from paceline.adapt.recipes.checkpoint import CHECKPOINT_FILE, load_checkpoint, own_folder, save_checkpoint
 from paceline.errors import ConfigError
 from paceline.paths import write_atomic
 from paceline.records import Setting, Threads, count, record, require
@@ -259,7 +259,20 @@ def train_target(
     called after every optimizer step. Returns the held-out loss per domain in nats per token.
     Raises: ConfigError when data is missing or the checkpoint belongs to another recipe.
     """
-    check_out(out, (CHECKPOINT_FILE, "PROVENANCE.md"))
+    with own_folder(out, (CHECKPOINT_FILE, "PROVENANCE.md")):
+        return _train(data, out, recipe, device, compile_layers, checkpoint_every, progress, command)
+
+
+def _train(
+    data: Path,
+    out: Path,
+    recipe: TargetRecipe,
+    device: str,
+    compile_layers: bool,
+    checkpoint_every: int,
+    progress: Callable[[int, int, dict], None],
+    command: str,
+) -> dict[str, float]:
     torch.manual_seed(recipe.seed)
     train_docs = {d: corpus.documents(d, data, "train") for d in recipe.domains}
     if (out / "tokenizer.json").is_file():

@@ -391,6 +391,25 @@ def test_another_models_folder_is_no_place_for_a_drafter(tmp_path, target_dir, p
     assert (target_dir / "config.json").read_bytes() == config and not (target_dir / "text").exists()
 
 
+def test_a_folder_in_which_another_training_is_at_work_is_refused(tmp_path, target_dir, prompts_dir):
+    def begin_another(done, total, info):
+        if info["phase"] == "train":
+            with pytest.raises(ConfigError, match="out must not be a folder that another training writes now"):
+                train_drafter(target_dir, prompts_dir, tmp_path, dataclasses.replace(SHORT, drafter="specblock"))
+
+    train_drafter(target_dir, prompts_dir, tmp_path, SHORT, progress=begin_another)
+    with pytest.raises(ConfigError, match="belongs to another recipe"):
+        train_drafter(target_dir, prompts_dir, tmp_path, dataclasses.replace(SHORT, drafter="specblock"))
+
+
+@pytest.mark.parametrize("name", ["text.json", "held_out.json"])
+def test_a_damaged_record_of_the_text_is_refused(tmp_path, target_dir, prompts_dir, name):
+    for damaged in (b"{", b"[]", b"{}", b"\xff"):
+        (tmp_path / name).write_bytes(damaged)
+        with pytest.raises(ConfigError, match=rf"{name} is damaged; delete it, and"):
+            train_drafter(target_dir, prompts_dir, tmp_path, SHORT)
+
+
 def test_a_checkpoint_of_another_kind_of_training_is_refused(tmp_path, target_dir, prompts_dir):
     for state in ({"step": 3, "recipe": "{}"}, torch.zeros(2)):
         torch.save(state, tmp_path / "checkpoint.pt")
