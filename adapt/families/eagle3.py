@@ -132,7 +132,7 @@ def training_loss(
             loss = loss * is_taught
             total = total + config.step_decay**step * loss.sum()
             if step == 0:
-                first_nll = first_nll + loss.detach().sum()
+                first_nll = first_nll + _nll(model, loss.detach(), is_taught).sum()
             is_right[part] &= best == text
             side = is_side[part] & (text >= 0)
             if config.calibration_weight and bool(side.any()):
@@ -149,6 +149,18 @@ def training_loss(
         "correct1": torch.bincount(correct, minlength=config.num_steps + 1).float(),
     }
     return total, report
+
+
+def _nll(model: EagleModel, loss: torch.Tensor, is_taught: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy (N,) of draft tokens in the target's vocabulary; all tokens outside the draft vocabulary are one.
+
+    loss: within the draft vocabulary, of rows that are taught.
+    """
+    if model.config.draft_vocab_size is None:
+        return loss
+    log_coverage = model.get_buffer("log_coverage")
+    outside = -torch.log1p(-log_coverage.exp().clamp_max(1 - 1e-6))
+    return torch.where(is_taught, loss - log_coverage, outside)
 
 
 def _calibration_loss(

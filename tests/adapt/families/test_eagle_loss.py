@@ -1,5 +1,7 @@
 """The packed training-time test against a loop over rows, steps and visible keys."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -110,6 +112,18 @@ def test_packed_loss_equals_the_loop(draft_vocab):
     assert float(got.detach()) == pytest.approx(loss, rel=1e-4)
     assert report["correct1"].tolist() == histogram and int(report["rows"]) == rows
     assert min(histogram[:3]) > 0, "the case must hold rows that end at different steps"
+
+
+def test_what_lies_outside_the_draft_vocabulary_counts_in_the_nll():
+    model, embed = tiny_model(draft_vocab_size=24, num_steps=1), torch.randn(V, EMBED)
+    traces, config = [logged_text(i, 24, 4) for i in range(3)], EagleLossConfig(num_steps=1, calibration_weight=0.0)
+    is_taught = torch.cat([t.topk_ids[:, 0] < 24 for t in traces])
+    model.log_coverage.fill_(math.log(0.8))
+    loss, report = training_loss(model, collate(traces), TargetTables(embed), config, torch.Generator())
+    rows, taught = int(report["rows"]), int(is_taught.sum())
+    assert rows == len(is_taught) and 0 < taught < rows
+    expected = float(loss.detach()) * rows - taught * math.log(0.8) - (rows - taught) * math.log(0.2)
+    assert float(report["nll1"]) == pytest.approx(expected, rel=1e-5)
 
 
 def test_steps_are_fed_with_the_drafters_own_hidden_states():
