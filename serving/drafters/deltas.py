@@ -24,7 +24,8 @@ RANK_STEP = 32
 
 
 def merge(base: Mapping[str, torch.Tensor], factors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The whole state of a version: a base's, and what a delta adds to it.
+    """The whole state of a version: a base's, and what a delta adds to it, in the wider of their number types: in a base's
+    bfloat16 what is small would be lost, and the version be another than the one that drafts as a delta.
 
     Raises: DrafterMismatchError when the factors are not of this base.
     """
@@ -35,7 +36,7 @@ def merge(base: Mapping[str, torch.Tensor], factors: Mapping[str, torch.Tensor])
             raise DrafterMismatchError(
                 f"delta factors of {name} must fit the base's weights; publish the version again"
             )
-        state[name + ".weight"] = weight + (up @ down).to(weight.dtype)
+        state[name + ".weight"] = weight + up @ down
     return state
 
 

@@ -9,7 +9,7 @@ import torch
 from paceline.bench.engine.versions import random_factors as deltas_of
 from paceline.errors import DrafterMismatchError
 from paceline.kernels.cpu.library import ISA_VARIABLE, ISAS, choose_isa, load_library
-from paceline.serving.drafters.deltas import UP, merge
+from paceline.serving.drafters.deltas import DOWN, UP, merge
 from paceline.serving.drafters.interface import Frontier
 from paceline.serving.eagle3.drafter import EagleDrafter
 from paceline.serving.parallel_head.drafter import ParallelHeadDrafter
@@ -152,6 +152,20 @@ def test_bfloat16_is_as_near_to_the_own_version_as_that_is_to_float32(kind, form
                 scores.append(drafter.propose(own).logprobs[0, 0])
             distances += torch.stack([(s - scores[1]).abs().mean() for s in (found.logprobs[row, 0], scores[0])])
     assert distances[0] < 1.5 * distances[1]
+
+
+@KINDS
+def test_a_small_delta_is_not_lost_in_a_base_of_bfloat16(kind):
+    model = tiny(kind, 1)[0]
+    base = {n: t.bfloat16() if t.is_floating_point() else t for n, t in model.state_dict().items()}
+    factors = {
+        n: f * 0.03 if n.endswith(UP) else f for n, f in random_factors(model, np.random.default_rng(0), RANK).items()
+    }
+    whole = merge(base, factors)
+    for name in model.config.delta_linears:
+        added = factors[name + UP] @ factors[name + DOWN]
+        assert 0 < float(added.abs().max()) < float(base[name + ".weight"].abs().max()) / 16
+        assert torch.allclose(whole[name + ".weight"], base[name + ".weight"].float() + added, atol=1e-7)
 
 
 @KINDS
