@@ -202,7 +202,9 @@ def _words(kind: type, error: ValidationError, path: str | None) -> str:
 
 
 def shown(value: object) -> str:
-    """A value in an error; a tuple as the comma list that a user types."""
+    """A value in an error; a path as text and a tuple as the comma list that a user types."""
+    if isinstance(value, Path):
+        return repr(str(value))
     return repr(",".join(map(str, value)) if isinstance(value, tuple) else value)
 
 

@@ -84,7 +84,7 @@ def test_a_command_line_becomes_the_record_that_declares_it():
         (("--temperature", "warm"), "^temperature must be a comma list of numbers, got 'warm'$"),
         (("--depth", "9"), r"^depth must be in \[1, 8\], got 9$"),
         (("--threads", "0"), "^threads must be >= 1, got 0$"),
-        (("--folder", "/nowhere"), "^folder must be a folder"),
+        (("--folder", "/nowhere"), "^folder must be a folder, got '/nowhere'$"),
     ],
 )
 def test_a_value_out_of_bounds_is_refused_in_the_words_that_were_typed(words, message):

@@ -92,7 +92,7 @@ def load_target_handle(
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(
             "training must run on a GPU but torch finds none here; install a CUDA build of torch on the nodes that train, "
-            "or set trainer_resources.num_gpus to 0"
+            "or train on the CPU (--device cpu; of a service, trainer_resources.num_gpus 0)"
         )
     checkpoint = open_checkpoint(path)
     config = checkpoint.config().get_text_config()
