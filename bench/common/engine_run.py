@@ -80,8 +80,9 @@ def build_engine(target: TargetModel, drafter: Drafter | None, config: EngineCon
 
 
 def encode(target: TargetModel, text: str) -> list[int]:
-    """Token ids of a raw prompt."""
-    return list(target.tokenizer(text, add_special_tokens=False)["input_ids"])
+    """Token ids of a prompt, with the tokens that the tokenizer puts around a text where no chat template has written them."""
+    is_raw = not getattr(target.tokenizer, "chat_template", None)
+    return list(target.tokenizer(text, add_special_tokens=is_raw)["input_ids"])
 
 
 def set_threads(num_threads: int | None) -> None:
