@@ -75,17 +75,19 @@ class TokenText:
         written = self.tokenizer.convert_ids_to_tokens(token_id) or ""
         if len(written) == 6 and written.startswith("<0x") and written.endswith(">"):  # SentencePiece byte token
             return bytes([int(written[3:5], 16)])
-        before, num_before = self._before
-        return self.decode([*before, token_id], skip_special=False)[num_before:].encode()
+        return self.decode([*self.letters, token_id], skip_special=False)[self._num_letters :].encode()
 
     @cached_property
-    def _before(self) -> tuple[list[int], int]:
-        """A token of letters, behind which others are decoded, as a text's first space is stripped; its characters."""
+    def letters(self) -> tuple[int, ...]:
+        """A token of letters, behind which others are decoded, as a text's first space is stripped; none where there is none."""
         names = (
             (i, self.tokenizer.convert_ids_to_tokens(i)) for i in range(len(self.tokenizer)) if i not in self.added
         )
-        before: list[int] = next(([i] for i, name in names if name and name.isascii() and name.isalpha()), [])
-        return before, len(self.decode(before, skip_special=False))
+        return next(((i,) for i, name in names if name and name.isascii() and name.isalpha()), ())
+
+    @cached_property
+    def _num_letters(self) -> int:
+        return len(self.decode(self.letters, skip_special=False))
 
 
 class TextStream:
@@ -114,7 +116,8 @@ class TextStream:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         window = list(prompt_token_ids[-_WINDOW_TOKENS:]) if not tokens.is_byte_level else []
         if window and self._decode(window).endswith("�"):
-            window = []  # the prompt ends inside a character; a difference of texts would cut the wrong place
+            # The prompt ends, or is cut here, inside a character; a difference of texts would cut the wrong place.
+            window = list(tokens.letters)
         self._window = window
         self._window_read = len(window)
         self._held = ""

@@ -68,6 +68,14 @@ def test_sentencepiece_style_spaces_and_byte_tokens() -> None:
     assert tokens.token_bytes(euro[0]) == "€".encode()[:1]
 
 
+@pytest.mark.parametrize("prompt", ["€€", "😀", "日é"])
+def test_a_first_word_keeps_its_space_behind_a_character_of_byte_tokens(prompt: str) -> None:
+    prompt_ids = [6 + b for b in prompt.encode("utf-8")]
+    for ids in (prompt_ids, prompt_ids[:-1]):  # a prompt may end inside a character, too
+        stream = TextStream(TokenText(metaspace_tokenizer()), prompt_token_ids=ids)
+        assert stream.push([2, 3]) + stream.finish() == " hello world"
+
+
 def test_a_special_token_that_is_kept_is_text_of_a_sentencepiece_tokenizer() -> None:
     tok = metaspace_tokenizer()
     tok.add_tokens([AddedToken(text, special=True) for text in ("[A]", "[B]")])
