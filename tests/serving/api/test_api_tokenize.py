@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import jinja2
 import pytest
+from tokenizers import AddedToken
 
 from paceline.serving.api.app import build_api
 from paceline.serving.api.bodies import ChatBody
@@ -21,7 +23,7 @@ from paceline.serving.wire.accounts import Clients
 from paceline.serving.wire.credentials import Tokens
 from paceline.serving.wire.fields import parse_values
 from tests.helpers.api_server import TOKENIZER, ScriptedEngine, serve_engine
-from tests.helpers.fakes import tiny_target
+from tests.helpers.fakes import tiny_target, tiny_tokenizer
 
 TEXT = "Hello, wörld! 日本"
 MESSAGES = [{"role": "system", "content": "be brief"}, {"role": "user", "content": TEXT}]
@@ -96,6 +98,21 @@ def test_no_text_of_a_conversation_becomes_a_special_token() -> None:
             assert tokenizer.decode(found) == text.replace("\ufdd0", "") and bad in tokenizer.decode(found)
     plain = {"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True}
     assert asyncio.run(prompts.encode_chat(parse_values(plain, ChatBody))) == TOKENIZER.encode("<|end|>a")
+
+
+def test_thousands_of_special_tokens_make_a_conversation_no_slower_to_read() -> None:
+    tokenizer = tiny_tokenizer(300)
+    tokens = [f"<{i}|>" for i in range(2000)] + ["[A", "[AB]", "[ABC"]
+    tokenizer.backend_tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in tokens])
+    prompts = Prompts(tokenizer)
+    text = "a <199|> <1999|>> <[AB[ABC] [A] <|end|> "
+    chat = parse_values({"messages": [{"role": "user", "content": text * 10_000}]}, ChatBody)
+    begun_s = time.process_time()
+    rendered = asyncio.run(prompts.render(chat))
+    took_s = time.process_time() - begun_s
+    assert took_s < 0.6, "every token is looked for at every character"
+    broken = "a <\ufdd0199|> <\ufdd01999|>> <[\ufdd0AB[\ufdd0ABC] [\ufdd0A] <\ufdd0|end|> "
+    assert rendered == f"user: {broken * 10_000}\nassistant: "
 
 
 def test_a_long_text_is_counted(real: tuple) -> None:
