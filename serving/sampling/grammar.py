@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
@@ -36,21 +37,31 @@ _JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 _STACK_BYTES = 256 * 2**20  # virtual: the compiler recurses once per rule of a chain, far beyond a usual stack
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,
-    "step_lexer_fuel": 5_000,
+    "step_lexer_fuel": 50_000,  # some ms at worst; `ipv6` and classes of Unicode's letters need half of it
     "step_max_items": 2_000,
     "max_items_in_row": 1_000,
-    "max_lexer_states": 20_000,  # 1 to 2 kB each, per request
+    "max_lexer_states": 20_000,  # 0.5 to 2 kB each, per grammar
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
+MAX_RENEWAL_S = 0.02
+"""Rounds wait while a grammar is compiled again; one that takes longer is not."""
 
 
 class CompiledGrammar:
-    """One grammar before the first token, shared by all of its answers; who holds it saves the next one a compilation."""
+    """One grammar before the first token, shared by all of its answers; who holds it saves the next one a compilation.
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    The answers share the lexer, too, which learns states of every text: once they are too many it fails all of them, and the
+    grammar is compiled again.
+    """
+
+    def __init__(self, matcher: LLMatcher, *, is_quick: bool) -> None:
+        """is_quick: it took no longer than rounds may wait."""
         self.matcher = matcher
         """Only copied, under the factory's lock."""
+        self.is_quick = is_quick
+        self.is_spent = False
+        """No answer can begin with it."""
 
 
 class GrammarFactory:
@@ -79,6 +90,8 @@ class GrammarFactory:
         self._max_cached, self._timeout_s = max_cached, timeout_s
         self._lock = threading.Lock()
         self._threads = FairThreads("grammar", max_compiling, stack_bytes=_STACK_BYTES)
+        # Of the engine's thread, which must not wait for others.
+        self._renewals = FairThreads("grammar-renewal", 1, stack_bytes=_STACK_BYTES)
         self._tokenizer: LLTokenizer | None = None
         self._refusal: str | None = None  # why this tokenizer cannot be used
         # By tenant, too: how long a grammar takes must not tell what others have sent.
@@ -102,13 +115,25 @@ class GrammarFactory:
         """
         compiled = self.prepare(spec, tenant)
         with self._lock:
-            matcher = compiled.matcher.deep_copy()
+            origin = compiled.matcher
+            matcher = origin.deep_copy()
+
+        def renew() -> LLMatcher | None:
+            nonlocal origin
+            found = self._renewed(compiled, spec, origin)
+            if found is None:
+                return None
+            origin = found
+            with self._lock:
+                return found.deep_copy()
+
         return GrammarState(
             matcher,
             self._vocab_size,
             eos_token_ids=self._eos_token_ids,
             stop_token_ids=stop_token_ids,
             ignores_eos=ignores_eos,
+            renew=renew,
             bans=bans_of(bad_words, self._vocab_size) if bad_words else None,
         )
 
@@ -117,14 +142,31 @@ class GrammarFactory:
         key = (tenant, spec)
         with self._lock:
             compiled = self._held.get(key)
-            if compiled is not None:
+            if compiled is not None and not compiled.is_spent:
                 self._keep(key, compiled)
                 return compiled
         check_size(spec)
-        compiled = CompiledGrammar(self._compile(self._ready_tokenizer(), spec, tenant))
+        compiled = self._compile(self._ready_tokenizer(), spec, tenant)
         with self._lock:
             self._keep(key, compiled)
         return compiled
+
+    def _renewed(self, compiled: CompiledGrammar, spec: GrammarSpec, spent: LLMatcher) -> LLMatcher | None:
+        """The grammar's matcher with another lexer than that of `spent`; None where it is not quickly made, and the next
+        answer compiles it anew."""
+        with self._lock:
+            tokenizer = self._tokenizer
+            if compiled.matcher is not spent:  # for another answer
+                return compiled.matcher
+            compiled.is_spent = not compiled.is_quick
+        if compiled.is_spent or tokenizer is None:
+            return None
+        made = self._renewals.submit("", lambda: compile_grammar(tokenizer, spec))
+        if made.exception() is not None:  # no thread, or no memory
+            return None
+        with self._lock:
+            compiled.matcher = made.result()
+        return compiled.matcher
 
     def _keep(self, key: tuple[str, GrammarSpec], compiled: CompiledGrammar) -> None:
         """It is the latest one used; the caller has the lock."""
@@ -145,13 +187,15 @@ class GrammarFactory:
                 raise RequestError(str(self._refusal))
             return self._tokenizer
 
-    def _compile(self, tokenizer: LLTokenizer, spec: GrammarSpec, tenant: str) -> LLMatcher:
+    def _compile(self, tokenizer: LLTokenizer, spec: GrammarSpec, tenant: str) -> CompiledGrammar:
         """Compile in a thread with a deep stack; the caller waits at most `timeout_s` for one, and as long for the result."""
         has_begun = threading.Event()
 
-        def work() -> LLMatcher:
+        def work() -> CompiledGrammar:
             has_begun.set()
-            return compile_grammar(tokenizer, spec)
+            start = time.thread_time()  # of a busy machine, too
+            matcher = compile_grammar(tokenizer, spec)
+            return CompiledGrammar(matcher, is_quick=time.thread_time() - start < MAX_RENEWAL_S)
 
         done = self._threads.submit(tenant, work)
         done.add_done_callback(lambda _: has_begun.set())  # there may be no thread

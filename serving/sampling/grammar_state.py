@@ -5,7 +5,7 @@ Shape legend: V vocab.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +21,6 @@ class Matcher(Protocol):
     def rollback(self, num_tokens: int, /) -> bool: ...
     def is_error(self) -> bool: ...
     def get_error(self) -> str: ...
-    def deep_copy(self) -> Matcher: ...
 
 
 class GrammarState:
@@ -44,11 +43,16 @@ class GrammarState:
         eos_token_ids: Iterable[int],
         stop_token_ids: Iterable[int],
         ignores_eos: bool,
+        renew: Callable[[], Matcher | None],
         bans: Bans | None = None,
     ) -> None:
-        """stop_token_ids: the request's own; those outside the vocabulary are never drawn. bans: None = nothing is banned."""
-        self._matcher = matcher
-        self._fresh = matcher.deep_copy()  # what a matcher with an error is replaced by: it cannot be taken back
+        """Args:
+        stop_token_ids: the request's own; those outside the vocabulary are never drawn.
+        renew: gives a matcher before the first token in place of one with an error, which cannot be taken back; None = there
+            is none.
+        bans: None = nothing is banned.
+        """
+        self._matcher, self._renew = matcher, renew
         self._consumed: list[int] = []  # tokens that the matcher has consumed, the uncommitted ones last
         self._vocab_size = vocab_size
         self._eos_ids = np.array(sorted(eos_token_ids), dtype=np.int64)
@@ -70,6 +74,8 @@ class GrammarState:
         if self._is_ended or self.error is not None:
             return None
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error() and self._begin_anew():
+            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             self._fail(self._matcher.get_error())
             return None
@@ -96,7 +102,7 @@ class GrammarState:
             return
         if token_id in self._end_ids:
             self._is_ended = True
-        elif self._matcher.consume_token(token_id):
+        elif self._matcher.consume_token(token_id) or (self._begin_anew() and self._matcher.consume_token(token_id)):
             self._num_ahead += 1
             self._consumed.append(token_id)
         else:
@@ -110,17 +116,21 @@ class GrammarState:
         if surplus <= 0:
             return
         del self._consumed[-surplus:]
-        if self.error is None:
-            if not self._matcher.rollback(surplus):
-                self._fail(self._matcher.get_error())
-            return
-        self._matcher, self.error = self._fresh.deep_copy(), None
-        for token_id in self._consumed:
-            self._matcher.consume_token(token_id)
+        self.error = None
+        if not (self._begin_anew() if self._matcher.is_error() else self._matcher.rollback(surplus)):
+            self._fail(self._matcher.get_error())
 
     def rewind(self) -> None:
         """Take back every uncommitted token."""
         self.keep(0)
+
+    def _begin_anew(self) -> bool:
+        """Go on with a matcher whose lexer has met nothing but this answer; whether there is one that takes it."""
+        fresh = self._renew()
+        if fresh is None:
+            return False
+        self._matcher = fresh
+        return all(map(fresh.consume_token, self._consumed))
 
     def _fail(self, reason: str) -> None:
         self.error = f"the grammar cannot be followed: {reason.strip()[:300] or 'unknown reason'}"

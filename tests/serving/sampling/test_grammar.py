@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from paceline.errors import CapacityError, RequestError
 from paceline.serving.sampling import grammar as grammar_module
 from paceline.serving.sampling.grammar import MAX_TEXT_BYTES, GrammarFactory, convert_tokenizer
+from paceline.serving.sampling.grammar_state import GrammarState
 from paceline.serving.sampling.request import GrammarSpec
 from paceline.serving.sampling.text_stream import TextStream, TokenText
 from tests.helpers.constrained import PERSON, REGEX, VOCAB, Answers, allowed_text, factory, make_engine, submit
@@ -179,6 +180,68 @@ def test_many_threads_get_states_of_their_own() -> None:
         thread.join()
     assert len(states) == 18
     assert all(allowed_text(state) == {spec.text[0]} for spec, state in states)
+
+
+def byte_ids(text: str) -> list[int]:
+    return tiny_tokenizer(300).encode(text, add_special_tokens=False)
+
+
+def follow(state: GrammarState, text: str) -> str | None:
+    """Walk through a text; the state's error."""
+    for token_id in byte_ids(text):
+        allowed = state.allowed()
+        if allowed is None:
+            break
+        assert allowed[token_id], f"{text} is not in the grammar"
+        state.advance(token_id)
+        state.keep(1)
+    return state.error
+
+
+NOTE = GrammarSpec(
+    kind="json_schema",
+    text=json.dumps({"type": "object", "properties": {"note": {"type": "string", "maxLength": 5000}}, "required": ["note"]}),
+)  # fmt: skip
+
+
+def test_an_answer_that_teaches_the_lexer_too_much_goes_on_and_ends_no_other() -> None:
+    compiler = GrammarFactory(tiny_tokenizer(300), 300, [EOS_ID])
+    other = compiler.start(NOTE)
+    assert follow(other, '{"no') is None
+    long = compiler.start(NOTE)
+    assert follow(long, f'{{"note":"{"x" * 4000}') is None  # 9 states a character, of which a lexer has 20,000
+    for state, rest in ((long, 'y"}'), (other, 'te":"x"}'), (compiler.start(NOTE), '{"note":""}')):
+        first, *drafted = byte_ids(rest)
+        for token_id in (first, *drafted):
+            state.allowed()
+            state.advance(token_id)
+        state.keep(1)  # the others were not emitted
+        assert follow(state, rest[1:]) is None
+        allowed = state.allowed()
+        assert allowed is not None and allowed[EOS_ID]
+
+
+def test_a_grammar_that_compiles_slowly_fails_the_answer_and_serves_the_next_one(monkeypatch) -> None:
+    monkeypatch.setattr(grammar_module, "MAX_RENEWAL_S", 0.0)
+    compiler = GrammarFactory(tiny_tokenizer(300), 300, [EOS_ID])
+    text = f'{{"note":"{"x" * 4000}"}}'
+    assert "too many states" in str(follow(compiler.start(NOTE), text))
+    assert follow(compiler.start(NOTE), '{"note":"short"}') is None
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"format": "ipv6"}, "fe80::1"),
+        ({"pattern": r"^\p{Lu}[\p{L}\p{N} ]{0,60}$"}, "Ärger 1"),
+    ],
+)
+def test_usual_formats_are_within_what_a_step_may_take(schema: dict, value: str) -> None:
+    properties = {"a": {"type": "string", **schema}}
+    spec = GrammarSpec(
+        kind="json_schema", text=json.dumps({"type": "object", "properties": properties, "required": ["a"]})
+    )
+    assert follow(GrammarFactory(tiny_tokenizer(300), 300, [EOS_ID]).start(spec), f'{{"a":"{value}","b":1}}') is None
 
 
 # ---- tokenizers -------------------------------------------------------------------------------------------------
