@@ -111,10 +111,14 @@ def plan_calls(
     return CallPlan(form=style.form, functions=functions, is_parallel=is_parallel, is_forced=is_forced, grammar=grammar)
 
 
+_SAYS_NOTHING = {"type", "properties", "required", "title", "description", "$schema", "$id", "$comment"}
+"""What libraries write into the schema of a function without arguments."""
+
+
 def _arguments(function: FunctionSpec) -> dict[str, Any]:
     """The schema of a function's arguments; one that describes none takes none."""
     schema = function.parameters or {}
-    takes_none = not schema.get("properties") and schema.keys() <= {"type", "properties"}
+    takes_none = not (schema.get("properties") or schema.get("required")) and schema.keys() <= _SAYS_NOTHING
     return {"additionalProperties": False} if takes_none else schema
 
 

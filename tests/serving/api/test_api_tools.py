@@ -132,7 +132,16 @@ def test_a_json_answer_and_tools_go_together(real: tuple) -> None:
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
 
 
-@pytest.mark.parametrize("described", [{}, {"parameters": None}, {"parameters": {}}, {"parameters": {"type": "object", "properties": {}}}])  # fmt: skip
+EMPTY = {"type": "object", "properties": {}}
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        {},
+        *({"parameters": p} for p in (None, {}, EMPTY, {**EMPTY, "required": []}, {**EMPTY, "title": "nowArguments"})),
+    ],
+)
 def test_a_function_that_describes_no_arguments_is_called_with_none(real: tuple, described: dict) -> None:
     client, _ = real
     tools = [{"type": "function", "function": {"name": "now", **described}}]
