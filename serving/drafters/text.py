@@ -124,7 +124,7 @@ class PromptLookupDrafter(TextDrafter):
         self._tables: dict[str, _Occurrences] = {}
 
     def follow(self, request_id: str, history: Sequence[int], tenant: str = "") -> None:
-        """Index what is new."""
+        """Index what is new, of long texts a part in every call."""
         table = self._tables.get(request_id)
         if table is None:
             table = self._tables[request_id] = _Occurrences()
@@ -172,6 +172,10 @@ class PromptLookupDrafter(TextDrafter):
         return slots
 
 
+_MAX_STEP = 1024
+"""Tokens of a text that are indexed at once, some milliseconds: a round waits for it."""
+
+
 class _Occurrences:
     """Where each n-gram of one text ends: positions of the token after it, oldest first."""
 
@@ -180,12 +184,13 @@ class _Occurrences:
         self._length = 0
 
     def extend(self, history: Sequence[int]) -> None:
-        """Index what is new; an n-gram is indexed once a token follows it."""
-        for end in range(max(self._length, 1), len(history)):
+        """Index what is new, at most _MAX_STEP of it; an n-gram is indexed once a token follows it."""
+        stop = min(len(history), self._length + _MAX_STEP)
+        for end in range(max(self._length, 1), stop):
             for n in _HIT_RATE:
                 if end >= n:
                     self._ends.setdefault(tuple(history[end - n : end]), []).append(end)
-        self._length = len(history)
+        self._length = stop
 
     def find(self, suffix: Sequence[int], max_matches: int) -> list[tuple[int, int]]:
         """(position after the match, match length), longest and then newest first."""

@@ -104,6 +104,21 @@ def test_prompt_lookup_is_led_by_the_longest_and_then_the_newest_match():
     assert present(p, 0, 1) == [21]
 
 
+def test_prompt_lookup_takes_a_long_text_in_by_parts_that_a_round_may_wait_for():
+    history = np.random.default_rng(0).integers(0, 9, 5000).tolist()
+    history += history[100:104]  # and 4 more as at its beginning
+    drafter, whole = PromptLookupDrafter(), PromptLookupDrafter()
+    for end in range(500, len(history) + 1, 500):
+        whole.follow("r", history[:end])
+    whole.follow("r", history)
+    counted = []
+    for _ in range(7):
+        drafter.follow("r", history)
+        counted.append(max(max(ends) for ends in drafter._tables["r"]._ends.values()) + 1)
+    assert counted == [1024, 2048, 3072, 4096, len(history), len(history), len(history)]
+    assert drafter._tables["r"]._ends == whole._tables["r"]._ends and drafter.expects("r", history)
+
+
 def test_the_most_frequent_continuation_leads_and_the_newest_wins_ties():
     often = [1, 2, 5] * 5 + [1, 2, 6, 1, 2]
     p = SuffixDrafter().propose(inputs_for([often]))
