@@ -191,20 +191,20 @@ class GrammarFactory:
         """Compile in a thread with a deep stack; the caller waits at most `timeout_s` for one, and as long for the result."""
         has_begun = threading.Event()
 
-        def work() -> CompiledGrammar:
+        def work() -> tuple[LLMatcher, float]:
             has_begun.set()
             start = time.thread_time()  # of a busy machine, too
-            matcher = compile_grammar(tokenizer, spec)
-            return CompiledGrammar(matcher, is_quick=time.thread_time() - start < MAX_RENEWAL_S)
+            return compile_grammar(tokenizer, spec), time.thread_time() - start
 
         done = self._threads.submit(tenant, work)
         done.add_done_callback(lambda _: has_begun.set())  # there may be no thread
         if not has_begun.wait(self._timeout_s) and done.cancel():
             raise CapacityError("too many grammars are being compiled; try again later")
         try:
-            return done.result(self._timeout_s)
+            matcher, seconds = done.result(self._timeout_s)
         except TimeoutError:
             raise RequestError(f"the grammar must compile within {self._timeout_s:g} s; simplify it") from None
+        return CompiledGrammar(matcher, is_quick=seconds < MAX_RENEWAL_S)  # nothing of its thread holds it
 
 
 def check_size(spec: GrammarSpec) -> None:
