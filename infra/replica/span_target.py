@@ -6,7 +6,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.config import ServiceConfig, max_queued_spans, otlp_protocol
+from paceline.config import ServiceConfig, max_batched_spans, otlp_protocol
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class SpanTarget:
                 f"otlp_traces_endpoint needs OpenTelemetry's exporter for {protocol}, which is not installed: "
                 f"pip install {package}"
             )
-        max_queued_spans()
+        max_batched_spans()
         return cls(endpoint=config.otlp_traces_endpoint, model=config.model_name, ratio=config.otlp_traces_ratio)
 
     def open(self, process_id: str) -> ProcessSpans:

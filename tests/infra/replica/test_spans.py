@@ -254,3 +254,11 @@ def test_settings_that_cannot_work_are_refused(monkeypatch):
     with pytest.raises(ConfigError, match="OTEL_BSP_MAX_QUEUE_SIZE must be a whole number"):
         SpanTarget.of(config)
     assert SpanTarget.of(ServiceConfig()) is None
+
+
+def test_a_queue_that_is_shorter_than_opentelemetrys_batch_is_sent_in_smaller_ones(collector, monkeypatch):
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "100")
+    spans = open_spans(collector.url)
+    spans.deeds.record_deed("swap", 0.1, {})
+    wait_until(lambda: spans.counters() == {"exported": 1, "dropped": 0})
+    spans.close()
