@@ -13,6 +13,7 @@ _OWN = "@"
 OWN_PREFIX = "~"
 """First character of the tenant that a token without one is; no client can name such a tenant."""
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_OF_TENANT = re.compile(rf"{_OWN}{OWN_PREFIX}?{_LABEL.pattern}")
 _MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]{0,127}")
 _ROUTE = re.compile(r"/|(/[A-Za-z0-9][A-Za-z0-9._~-]*){1,8}")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -58,6 +59,11 @@ def own_bucket(bucket: str, tenant: str) -> str:
 def tenant_of(bucket: str) -> str:
     """The tenant whose own a bucket is; '' = it is anybody's."""
     return bucket.partition(_OWN)[2]
+
+
+def without_tenants(text: str) -> str:
+    """A bucket, or a sentence about buckets, without the tenants whose own they are."""
+    return _OF_TENANT.sub("", text)
 
 
 def is_model_name(name: str) -> bool:

@@ -22,6 +22,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from paceline.infra.replica.span_export import SpanCounts, SpanExport
 from paceline.infra.replica.span_target import SpanTarget
 from paceline.machine import Clock, SystemClock
+from paceline.names import without_tenants
 from paceline.serving.api.access_log import AccessRecord
 from paceline.serving.engine.output import EndedRequest
 
@@ -38,7 +39,7 @@ _OF_RECORD = {
     "cached_tokens": "paceline.num_cached_tokens", "drafter_version": "paceline.drafter_version",
     "acceptance_length": "paceline.acceptance_length", "error": "error.type", "disconnected": "paceline.disconnected",
 }  # fmt: skip
-"""Field of the access log's line -> attribute; the tenant's name is not among them."""
+"""Field of the access log's line -> attribute; the tenant's name is not among them, nor in that of a bucket of its own."""
 _MAX_WAITING = 4096
 """HTTP and engine requests that have ended and wait for their spans: 4 s of 500 requests a second."""
 _NUM_ENGINE_SPANS = 4
@@ -48,6 +49,13 @@ _CLOSE_S = 1.0
 
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
+
+
+def _of_nobody(value: Any) -> Any:
+    """A value, of a text or texts without names of tenants."""
+    if isinstance(value, list):
+        return [_of_nobody(each) for each in value]
+    return without_tenants(value) if isinstance(value, str) else value
 
 
 class SpanWriter:
@@ -102,6 +110,7 @@ class _HttpSpan:
 
     def _write(self, record: AccessRecord, end_ns: int) -> None:
         span, fields = self._span, record.fields()
+        fields["bucket"] = _of_nobody(fields.get("bucket"))
         span.set_attributes(_known({name: fields.get(field) for field, name in _OF_RECORD.items()}))
         span.set_attribute("gen_ai.response.model", self._model)
         if "finish_reason" in fields:
@@ -199,7 +208,7 @@ def request_attributes(ended: EndedRequest, model: str) -> dict[str, Any]:
         "gen_ai.latency.time_in_model_decode": lengths_s.get("decode"),
         "gen_ai.latency.time_in_model_inference": None if ended.admitted_s is None else ended.ended_s - ended.admitted_s,
         "error.type": "error" if ended.finish_reason == "error" else None,
-        "paceline.bucket": stats.bucket,
+        "paceline.bucket": without_tenants(stats.bucket),
         "paceline.group": request.counted_group,
         "paceline.drafter_version": stats.drafter_version or None,
         "paceline.num_rounds": stats.num_rounds,
@@ -224,7 +233,7 @@ class DeedSpans:
     def record_deed(self, name: str, seconds: float, attributes: Mapping[str, Any]) -> None:
         """A deed that took so long and is over now; attributes get the prefix `paceline.`."""
         end_ns = time.time_ns()
-        values = {f"paceline.{key}": value for key, value in _known(attributes).items()}
+        values = {f"paceline.{key}": _of_nobody(value) for key, value in _known(attributes).items()}
         values["gen_ai.response.model"] = self._model
         start_ns = end_ns - int(max(seconds, 0.0) * 1e9)
         name = f"paceline.{name}"

@@ -16,6 +16,8 @@ from paceline.infra.replica.span_target import SpanTarget
 from paceline.infra.replica.spans import phases
 from paceline.serving.engine.output import EndedRequest
 from paceline.serving.sampling.request import GenerationRequest, RequestStats, SamplingParams
+from paceline.serving.wire.accounts import Clients
+from paceline.serving.wire.credentials import Tokens
 from tests.helpers.api_server import serve_engine, wait_until
 from tests.helpers.collector import Collector
 from tests.helpers.fakes import tiny_target
@@ -148,6 +150,26 @@ def test_the_sampler_of_the_environment_holds(collector, monkeypatch):
         assert ask(base).status_code == 200
     spans.close()
     assert collector.spans == []
+
+
+def test_no_span_says_whose_own_a_bucket_is(collector, tmp_path):
+    (tmp_path / "tokens.yaml").write_text("tokens:\n- {token: t1, tenant: acme}\n- {token: t2, name: acme.ci}\n")
+    clients = Clients(Tokens(file=tmp_path / "tokens.yaml"))
+    spans = open_spans(collector.url)
+    with serve_engine(tiny_target(vocab=300), ends=spans.engine, spans=spans.http, clients=clients) as (base, _):
+        for token in ("t1", "t2"):
+            headers = {"authorization": f"Bearer {token}", "x-paceline-bucket": "code"}
+            body = {"prompt": SECRET, "max_tokens": 4}
+            assert httpx.post(f"{base}/v1/completions", json=body, headers=headers, timeout=30).status_code == 200
+        spans.deeds.record_deed(
+            "decision", 0.0, {"bucket": "code@acme", "buckets": ["code@~acme.ci"], "reason": "rows of code@acme, 768"}
+        )
+        wait_until(lambda: sum(spans.counters().values()) >= 11)
+    spans.close()
+    assert {s.attributes["paceline.bucket"] for s in collector.spans if "paceline.bucket" in s.attributes} == {"code"}
+    (deed,) = (s.attributes for s in collector.spans if s.name == "paceline.decision")
+    assert (deed["paceline.buckets"], deed["paceline.reason"]) == (["code"], "rows of code, 768")
+    assert not any("acme" in str(s.attributes) for s in collector.spans)
 
 
 @pytest.mark.parametrize("fault", ["hangs", "refuses", "is away"])
