@@ -134,9 +134,9 @@ class EngineConfig:
 class FeedbackConfig:
     """Round statistics on their way to Redis."""
 
-    max_rows: int = 65_536
+    max_rows: A[int, Setting(ge=1)] = 65_536
     """Rows kept while Redis is away; the oldest are dropped and counted."""
-    flush_interval_s: float = 0.25
+    flush_interval_s: A[float, Setting(gt=0)] = 0.25
     max_stream_entries: A[int, Setting(ge=1)] = 10_000
     max_stream_bytes: A[int, Setting(ge=1)] = 64 * 2**20
     """Size of the stream while no controller reads it, a quarter of the embedded Redis; the oldest batches are dropped."""
@@ -151,16 +151,16 @@ class TraceConfig:
 
     share: A[float, Setting(ge=0, le=1)] = 1.0
     """Share of requests traced, by crc32 of the request id; decided at admission, the others cost nothing."""
-    max_pending: int = 64
+    max_pending: A[int, Setting(ge=1)] = 64
     """Traces waiting for the writer; more are dropped and counted."""
-    shard_rows: int = 1024
+    shard_rows: A[int, Setting(ge=1)] = 1024
     """Rows per shard file."""
-    flush_interval_s: float = 2.0
+    flush_interval_s: A[float, Setting(gt=0)] = 2.0
     """A shard is closed at this age even when it is not full."""
-    max_bytes: int = 256 * 2**20
+    max_bytes: A[int, Setting(ge=0)] = 256 * 2**20
     """Size of the store; the oldest shards are deleted."""
     max_age_s: A[float, Setting(gt=0)] = 3600.0
-    topk: int = 8
+    topk: A[int, Setting(ge=1)] = 8
     """Target log-probabilities kept per output token."""
     opt_out_tenants: tuple[str, ...] = ()
     """Tenants (header x-paceline-tenant) whose requests are never traced."""
@@ -255,7 +255,7 @@ class PolicyConfig:
     """`hedge`: learning rate of the weights for losses in [0, 1], once an epoch."""
     hedge_share: A[float, Setting(ge=0, lt=1)] = 0.02
     """`hedge`: share of the weight spread evenly over versions each epoch, so that one that lost can return; in [0, 1)."""
-    seed: int = 0
+    seed: A[int, Setting(ge=0)] = 0
 
     def __post_init__(self) -> None:
         is_known = (
@@ -553,7 +553,7 @@ class ServiceConfig:
     limits: ClientLimits = field(default_factory=ClientLimits)
     """Of every tenant without limits of its own; without tokens, of every address."""
     ingress: IngressConfig = field(default_factory=IngressConfig)
-    trainer_threads: int = 1
+    trainer_threads: A[int, Setting(ge=1)] = 1
     trainer_resources: TrainerResources = field(default_factory=TrainerResources)
     gate_chain: A[int | None, Setting(ge=1, le=32)] = None
     """Versions are scored as an engine would accept their tokens that verifies a chain of so many a round, such as vLLM's
@@ -683,7 +683,7 @@ def read_yaml(path: str | Path, what: str, *, is_secret: bool = False) -> Any:
         values = None if twice or root is None else loader.construct_document(root)
     except OSError as e:
         raise ConfigError(f"{what} {path} must be a readable file: {e.strerror}") from e
-    except (yaml.YAMLError, ValueError) as e:  # of other bytes than UTF-8, and of a date such as 2020-13-40
+    except (yaml.YAMLError, ValueError, RecursionError) as e:  # the second of other bytes than UTF-8, or of 2020-13-40
         mark = getattr(e, "problem_mark", None)
         where = " ".join(str(e).split())
         if is_secret:

@@ -147,7 +147,11 @@ def build(kind: type[C], values: Mapping[str, Any], path: str | None = None) -> 
     if not isinstance(values, Mapping):
         raise ConfigError(f"{path.rstrip('.') or 'configuration'} must be a mapping, got {type(values).__name__}")
     try:
-        return TypeAdapter(kind).validate_json(json.dumps(values, default=str))
+        text = json.dumps(values, default=str)
+    except (TypeError, ValueError, RecursionError) as e:  # a date for a name, or an alias inside what it stands for
+        raise ConfigError(f"{path.rstrip('.') or 'configuration'} must be plain values under names: {e}") from None
+    try:
+        return TypeAdapter(kind).validate_json(text)
     except ValidationError as e:
         raise ConfigError(_words(kind, e, path)) from None
 
@@ -174,7 +178,10 @@ def _words(kind: type, error: ValidationError, path: str | None) -> str:
         return str(cause)
     names: list[str] = []
     at: Any = kind
+    is_secret = False
     for part in first["loc"]:
+        if dataclasses.is_dataclass(at):
+            is_secret |= any(f.name == part and not f.repr for f in dataclasses.fields(at))
         if not isinstance(part, str):
             names[-1:] = [f"{names[-1]}[{part}]"] if path is not None and names else names[-1:]
         elif part != "args":
@@ -198,7 +205,7 @@ def _words(kind: type, error: ValidationError, path: str | None) -> str:
         rule = "must be a finite number"
     else:
         rule = f"must be {_TYPES.get(what.split('_')[0], first['msg'])}"
-    return f"{name} {rule}, got {shown(first['input'])}"
+    return f"{name} {rule}, got {'something else' if is_secret else shown(first['input'])}"
 
 
 def shown(value: object) -> str:

@@ -12,6 +12,7 @@ from paceline.config import (
     ServiceConfig,
     TreeConfig,
     load_config,
+    load_token_file,
     override,
     read_yaml,
     to_dict,
@@ -51,6 +52,15 @@ from paceline.records import build
             {"engine": {"max_running": 4, "max_waiting": 4}, "autoscaling": {"target_ongoing_requests": 9}},
             "must be at most engine.max_running + engine.max_waiting, 8",
         ),
+        ({"feedback": {"max_rows": 0}}, "feedback.max_rows must be >= 1"),
+        ({"feedback": {"flush_interval_s": 0}}, "feedback.flush_interval_s must be > 0"),
+        ({"trace": {"max_pending": 0}}, "trace.max_pending must be >= 1"),
+        ({"trace": {"shard_rows": 0}}, "trace.shard_rows must be >= 1"),
+        ({"trace": {"flush_interval_s": 0}}, "trace.flush_interval_s must be > 0"),
+        ({"trace": {"max_bytes": -1}}, "trace.max_bytes must be >= 0"),
+        ({"trace": {"topk": 0}}, "trace.topk must be >= 1"),
+        ({"policy": {"seed": -1}}, "policy.seed must be >= 0"),
+        ({"trainer_threads": 0}, "trainer_threads must be >= 1"),
     ],
 )
 def test_wrong_setting_is_refused_by_name(values, message):
@@ -92,6 +102,23 @@ def test_a_key_that_is_given_twice_is_refused_by_name_and_line(tmp_path, text, n
         ConfigError, match=f"must give each key once: '{name}' of line {line} is in line {first} already"
     ):
         load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("2026-12-01: x\n", "not datetime.date"),
+        ("policy: &all\n  policy: *all\n", "Circular reference"),
+        ("engine: " + "[" * 5000, "recursion"),
+    ],
+)
+def test_what_is_no_plain_value_is_refused_in_one_sentence(tmp_path, text, why):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    for load in (load_config, load_token_file):
+        with pytest.raises(ConfigError, match=why if load is load_config else "token_file .* must be") as e:
+            load(path)
+        assert "\n" not in str(e.value)
 
 
 def test_aliases_and_merges_repeat_no_key(tmp_path):
@@ -144,6 +171,9 @@ def test_no_token_is_shown_where_a_token_is_refused():
     with pytest.raises(ConfigError, match="api_token must be ASCII") as error:
         ServiceConfig(api_token=" secret")
     assert "secret" not in str(error.value) and "secret" not in repr(ServiceConfig(api_token="secret"))
+    for name, value in (("admin_token", 123456), ("api_token", [123456]), ("redis_url", {"host": "redis://:123456@h"})):
+        with pytest.raises(ConfigError, match=f"^{name} must be str, got something else$"):
+            build(ServiceConfig, {name: value})
 
 
 def test_options_of_serve_change_a_file_only_where_given(tmp_path):
