@@ -12,7 +12,7 @@ A shard is one safetensors file with the traces of R requests of one bucket and 
 | `topk_ids`, `topk_logprobs` | (sum outputs, k) int32, float32 | the target's top-k for each output token |
 
 Its metadata (JSON under the key `paceline`) holds request ids, finish reasons, bucket, target version, tapped layers and
-creation time. The file name repeats what a listing needs, so that listing a store opens no shard.
+creation time. The file name repeats what a listing needs, so that listing a store opens no shard; the bucket comes last.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class TraceStore:
         )
         num_rows = sum(len(t.token_ids) - t.prompt_len for t in traces)
         parts = (f"{int(created * 1e6):016d}", str(num_rows), _quote(versions.pop()), uuid.uuid4().hex[:8])
-        shard_id = "_".join((*parts, _quote(bucket)))
+        shard_id = "_".join((*parts, quote(bucket, safe="")))
         if len(shard_id) > _MAX_NAME_CHARS:
             raise TraceError(
                 f"bucket name must give a file name of at most {_MAX_NAME_CHARS} characters, got {bucket!r}"
@@ -225,7 +225,7 @@ class TraceStore:
 
     def _info(self, entry: dict) -> ShardInfo | None:
         name = entry["name"].rsplit("/", 1)[-1]
-        parts = name.removesuffix(_SUFFIX).split("_")
+        parts = name.removesuffix(_SUFFIX).split("_", 4)
         if not name.endswith(_SUFFIX) or len(parts) != 5 or not (parts[0].isdigit() and parts[1].isdigit()):
             return None
         return ShardInfo(

@@ -8,6 +8,7 @@ import torch
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.errors import TraceError
 from paceline.machine import ManualClock
+from paceline.names import is_class, own_bucket
 from tests.helpers.drafters import make_trace
 
 
@@ -50,6 +51,20 @@ def test_listing_is_oldest_first_and_filters_by_bucket(tmp_path):
     assert [s.bucket for s in shards] == ["math", "odd/na_me", "math"]
     assert [s.shard_id for s in store.list_shards("math")] == [ids[0], ids[2]]
     assert shards[1].num_rows == 5 and shards[1].created == 1001.5 and shards[1].target_version == "abc_1"
+
+
+def test_every_bucket_of_every_tenant_has_shards(tmp_path):
+    longest = own_bucket("b" + "_" * 63, f"~{'t' + '_' * 63}")
+    assert is_class(longest)
+    store = TraceStore(tmp_path)
+    trace = make_trace()
+    trace.target_version = "0123456789abcdef-int8"
+    shard = store.write_shard([trace], longest)
+    (listed,) = store.list_shards(longest)
+    assert (listed.shard_id, listed.target_version) == (shard, trace.target_version)
+    older = "0000000001000000_5_t_0123abcd_odd%5Fname.safetensors"  # of a release that wrote no "_" as it is
+    (tmp_path / older).touch()
+    assert [s.bucket for s in store.list_shards("odd_name")] == ["odd_name"]
 
 
 def test_a_store_without_a_folder_is_empty(tmp_path):
