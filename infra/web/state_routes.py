@@ -235,22 +235,35 @@ def service_router(view: ServiceView, access: Access, run: RunState) -> APIRoute
 def audited(name: str, request: Request, access: Access) -> Iterator[None]:
     """Write a line about a command, whatever becomes of it: who gave it from where, and how it ended.
 
-    Of commands refused to others than operators only so many get one: whoever is refused could fill the log.
+    Of commands refused to others than operators only so many get one: whoever is refused could fill the log. One that the
+    controller was given, and whose end is not known, counts among those that were carried out.
     """
     peer = None if request.client is None else request.client.host
     # the name is the caller's text until it is known to be one of ours
-    fields = {"command": name if name in FIELDS else "unknown", "who": access.operator(request), "peer": peer}
+    fields: dict[str, Any] = {
+        "command": name if name in FIELDS else "unknown",
+        "who": access.operator(request),
+        "peer": peer,
+    }
+    status, outcome = 200, "done"
     try:
         yield
+    except asyncio.CancelledError:  # as Serve does with a request whose client is gone
+        status, outcome = 499, "the client left before its end"
+        raise
     except Exception as e:
         status = getattr(e, "status_code", 400 if isinstance(e, RequestError) else 500)
-        left_out = 0 if access.is_admin(request) else access.refusals.take()
-        if left_out is not None:
-            more = {"refused_without_a_line": left_out} if left_out else {}
-            audit.warning("command", extra={"fields": {**fields, "outcome": f"refused {status}: {_reason(e)}", **more}})
+        outcome = f"refused {status}: {_reason(e)}"
         raise
-    values = getattr(request.state, "command_args", ())
-    audit.info("command", extra={"fields": {**fields, "args": list(values), "outcome": "done"}})
+    finally:
+        args = getattr(request.state, "command_args", None)
+        fields |= {"outcome": outcome} if args is None else {"args": list(args), "outcome": outcome}
+        is_given = args is not None and (status == 499 or status >= 500)
+        if status == 200 or is_given:
+            audit.info("command", extra={"fields": fields})
+        elif (left_out := 0 if access.is_admin(request) else access.refusals.take()) is not None:
+            more = {"refused_without_a_line": left_out} if left_out else {}
+            audit.warning("command", extra={"fields": fields | more})
 
 
 def _reason(error: Exception) -> str:

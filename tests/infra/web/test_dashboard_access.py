@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import logging
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -19,14 +20,14 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from paceline.config import ServiceConfig
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, RequestError
 from paceline.infra.app import curl_words, dashboard_words
 from paceline.infra.controller.snapshot import Snapshot, VersionInfo
 from paceline.infra.service.versions import ServiceAddress, print_versions
 from paceline.infra.state import log as log_module
 from paceline.infra.state.log import configure_logging
 from paceline.infra.web.access import MAX_REFUSALS, Access, RefusalLog
-from paceline.infra.web.state_routes import audited, service_router
+from paceline.infra.web.state_routes import audited, run_command, service_router
 from paceline.serving.api.app import build_api
 from paceline.serving.api.generation import ApiParts
 from paceline.serving.wire.credentials import Tokens
@@ -245,3 +246,57 @@ def test_refused_commands_push_no_carried_out_one_out_of_the_logs(tmp_path, monk
     assert [x["outcome"] for x in kept] == ["done"]
     assert [x["outcome"][:11] for x in lines] == ["done", *["refused 401"] * 3 * MAX_REFUSALS, "refused 415"]
     assert [x["refused_without_a_line"] for x in lines if "refused_without_a_line" in x] == [1000 - MAX_REFUSALS] * 2
+
+
+class Told(OneVersion):
+    """A service that takes a command and then fails, or takes until `go`."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.begun, self.go = error, threading.Event(), threading.Event()
+
+    def command(self, name: str, *args: Any) -> Snapshot:
+        self.begun.set()
+        if self.error is not None:
+            raise self.error
+        self.go.wait(30)
+        return self.state()
+
+
+async def order(access: Access, service: Told, *, leaves: bool = False) -> None:
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": b'{"version": "a0c1d2e3f4b5"}', "more_body": False}
+
+    made = Request(request(token="adm").scope, receive)
+
+    async def handle() -> None:
+        with audited("pin", made, access):
+            access.check_command(made)
+            await run_command(service, "pin", made)  # type: ignore[arg-type]
+
+    task = asyncio.ensure_future(handle())
+    if leaves:
+        await asyncio.to_thread(service.begun.wait, 30)
+        task.cancel()
+    await asyncio.wait([task])
+    service.go.set()
+
+
+def test_what_may_have_been_carried_out_is_in_the_audit_log_with_its_arguments(tmp_path):
+    access = Access(tokens=Tokens(admin_token="adm"))
+    try:
+        configure_logging(file=tmp_path / "all.log", audit_file=tmp_path / "audit.log", to_stderr=False)
+        asyncio.run(order(access, Told(), leaves=True))
+        asyncio.run(order(access, Told(PacelineError("done, but not stored yet"))))
+        asyncio.run(order(access, Told(RequestError("it is not in the registry"))))
+        for name in ("paceline", "paceline.audit"):
+            for handler in logging.getLogger(name).handlers:
+                handler.flush()
+        lines, kept = (
+            [json.loads(x) for x in (tmp_path / f"{n}.log").read_text().splitlines()] for n in ("all", "audit")
+        )
+    finally:
+        configure_logging(to_stderr=False)
+    outcomes = ["the client left before its end", "refused 503: done, but not stored yet"]
+    assert [x["outcome"] for x in kept] == outcomes
+    assert [x["outcome"] for x in lines] == [*outcomes, "refused 400: it is not in the registry"]
+    assert all((x["who"], x["args"]) == ("admin_token", ["a0c1d2e3f4b5"]) for x in lines)
