@@ -46,6 +46,7 @@ class Document:
     """Everything that a page can show, encoded once."""
 
     ts: float
+    """By the controller's clock, as all times in it: this computer's may be off."""
     state: Snapshot
     """What the parts were made from."""
     parts: dict[str, bytes] = field(default_factory=dict)
@@ -82,6 +83,8 @@ class DashboardFeed:
         self._read_at = float("-inf")
         self._bins: dict[float, dict[str, Any]] = {}
         self._last_full: Snapshot | None = None
+        self._ahead_s = 0.0
+        """How far the controller's clock is ahead of this computer's."""
         self.num_pages = 0
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="dashboard")
         self._is_closed = False
@@ -113,12 +116,16 @@ class DashboardFeed:
         state = self._read_state()
         if state.has_controller:
             self._last_full = state
+            if state.ts is not None and state.age_s is not None:
+                self._ahead_s = state.ts + state.age_s - self._clock()
         elif self._last_full is not None:  # the controller is away: the past stays visible, marked as such
             state = msgspec.structs.replace(
                 self._last_full, replica=state.replica, redis_up=state.redis_up, has_controller=False
             )
         self._take_bins()
-        document = Document(ts=self._clock(), state=state, bins=[self._bins[t] for t in sorted(self._bins)])
+        document = Document(
+            ts=self._clock() + self._ahead_s, state=state, bins=[self._bins[t] for t in sorted(self._bins)]
+        )
         for name, value in sections(state).items():
             raw = _encoder.encode(value)
             document.parts[name] = raw

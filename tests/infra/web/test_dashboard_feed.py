@@ -54,6 +54,16 @@ def test_a_slow_controller_holds_up_pages_but_not_the_api() -> None:
     feed.close()
 
 
+def test_a_page_goes_by_the_clock_of_the_times_that_it_shows_also_while_the_controller_is_away() -> None:
+    states = iter([Snapshot(ts=1000.0, age_s=0.5, has_controller=True), Snapshot()])
+    now = 700.0  # of a computer whose clock is five minutes slow
+    feed = DashboardFeed(lambda: next(states), lambda since: None, clock=lambda: now, fresh_s=-1.0)
+    assert feed.document().ts == 1000.5
+    now = 702.0
+    assert feed.document().ts == 1002.5
+    feed.close()
+
+
 def test_a_closed_feed_refuses_pages_and_lets_what_waits_go() -> None:
     gate, is_reading = threading.Event(), threading.Event()
     feed = slow_feed(gate, is_reading)
