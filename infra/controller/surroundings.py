@@ -124,7 +124,7 @@ class Surroundings:
         try:
             manifest = self.registry.get_manifest(version, target_version=self._target or None)
             has_weights = self.registry.has_weights(version)
-        except StorageHangsError:  # replicas may have it loaded: a roll-back must not wait for the folder
+        except (StorageHangsError, OSError):  # replicas may have it loaded: a roll-back must not wait for the store
             known = next((m for m in self.versions if m.version == version), None)
             if known is None:
                 raise

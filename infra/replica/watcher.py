@@ -3,7 +3,7 @@
 Redis being away changes nothing for serving: the replica keeps what it has. A version that cannot be staged leaves the
 live slot untouched and is reported as failed; it is not tried again until the generation changes. A version of a class
 that cannot be loaded, or that failed while it served, is reported as refused: the live version serves the class until the
-classes' versions change.
+classes' versions change. A registry that hangs or cannot be read is no version's fault: it is tried again.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ class ReplicaWatcher:
         self._next_report = 0.0
         self._retry_stage = False
         self._engine_breaker, self._retry_at = Breaker(base_s=2 * poll_s, cap_s=_MOST_AWAY_S), 0.0
-        """When a version is published again whose engine was away, in s of the steady clock: each try stops its steps."""
+        """When a version is tried again whose engine was away (each try stops its steps) or whose weights could not be read, in s
+        of the steady clock."""
         self.desired: DesiredState | None = None
         self.gen = 0
         """Generation that this replica runs."""
@@ -240,10 +241,10 @@ class ReplicaWatcher:
                     self._has_loaded = True  # the next one soon, after a report
                     self._tried.add(version)
                     return True
-            except (StorageHangsError, EngineAwayError) as e:
+            except (StorageHangsError, EngineAwayError, OSError) as e:
                 logger.warning("drafter %s is loaded when registry and engine answer: %s", version, e)
                 break  # so do the others
-            except (PacelineError, OSError, ValueError, RuntimeError) as e:
+            except (PacelineError, ValueError, RuntimeError) as e:
                 refused[version] = str(e)
                 logger.error("drafter of a class refused version=%s reason=%s", version, e)
         return has_changed or len(refused) > num_refused
@@ -311,13 +312,13 @@ class ReplicaWatcher:
                 if desired.canary_version != self.canary_version and not self._staged(desired.canary_version):
                     return False
                 self._try_out(*wanted)
-        except EngineAwayError as e:
+        except (EngineAwayError, OSError) as e:
             wait_s = self._engine_breaker.failed()
-            logger.warning("drafter %s is published again in %.0f s: %s", desired.version, wait_s, e)
+            logger.warning("drafter %s is tried again in %.0f s: %s", desired.version, wait_s, e)
             self._retry_stage, self._retry_at = True, time.monotonic() + wait_s
             self.failed_reason = str(e)
             return True
-        except (PacelineError, OSError, ValueError, RuntimeError) as e:
+        except (PacelineError, ValueError, RuntimeError) as e:
             self.failed_gen, self.failed_reason = desired.gen, str(e)
             logger.error("drafter refused gen=%d version=%s reason=%s", desired.gen, desired.version, e)
             return True

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from paceline.adapt.data.storage_calls import StorageCalls
 from paceline.adapt.families.target_handle import load_target_handle
+from paceline.adapt.versions import first_drafter
 from paceline.adapt.versions.first_drafter import drafter_taps, make_slots
 from paceline.adapt.versions.import_drafter import import_drafter
 from paceline.adapt.versions.registry import DrafterRegistry
@@ -106,6 +107,30 @@ def test_a_replica_starts_with_its_first_drafter_while_the_registry_hangs_and_re
     assert time.monotonic() - began < 60.0 and calls.hung_s > 0
     folder.release()
     wait_until(lambda: [m.version for m in registry.list()] == [version] and registry.has_weights(version))
+
+
+class Refusing(DrafterRegistry):
+    """Refuses what it is to store while `is_refused`."""
+
+    is_refused = True
+
+    def put(self, *args, **about):
+        if self.is_refused:
+            raise OSError("the store failed: EndpointConnectionError")
+        return super().put(*args, **about)
+
+
+def test_a_replica_starts_with_its_first_drafter_while_the_registry_refuses_and_registers_it_later(tmp_path, target_dir, dflash_dir, monkeypatch):  # fmt: skip
+    monkeypatch.setattr(first_drafter, "RETRY_S", 0.05)
+    config = ServiceConfig(drafter=str(dflash_dir), model=str(target_dir))
+    target = read_target(target_dir, tap_layers=drafter_taps(config))
+    registry, calls = Refusing(tmp_path / "registry"), StorageCalls("the registry", 5.0)
+    slots = make_slots(config, target, registry, calls)
+    assert slots.live_version == slots.first_version and registry.list() == []
+    with pytest.raises(OSError, match="EndpointConnectionError"):
+        make_slots(config, target, registry)
+    registry.is_refused = False
+    wait_until(lambda: [m.version for m in registry.list()] == [slots.live_version])
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "dflash", "specblock"])

@@ -14,9 +14,7 @@ from paceline.infra.controller.orders import CommandQueue, outcome
 from paceline.infra.controller.snapshot import Swaps
 from paceline.infra.state.desired import commit_desired, read_desired, write_report
 from tests.helpers.hosts import make_host, recent_log, send, settle
-from tests.helpers.scripted import (
-    decision,
-)
+from tests.helpers.scripted import MemoryRegistry, decision
 
 
 def test_a_command_that_takes_too_long_is_withdrawn_or_said_to_be_under_way():
@@ -157,6 +155,28 @@ def test_operator_pins_rolls_back_and_is_refused_with_a_reason(host, client, key
         host.session.orders.pin("nope")
     with pytest.raises(ManifestError, match="not in the registry"):
         host.session.orders.rollback("nope")
+
+
+def test_a_roll_back_does_not_wait_for_a_store_that_refuses(shared_redis, client, keys, tmp_path, seeded):
+    class Registry(MemoryRegistry):
+        is_refused = False
+
+        def get_manifest(self, version, **options):
+            if self.is_refused:
+                raise OSError("the store failed: EndpointConnectionError")
+            return super().get_manifest(version, **options)
+
+    registry = Registry()
+    host = make_host(shared_redis.url, keys, tmp_path, registry=registry)
+    host.connect()
+    host.session.orders.pin("v3")
+    settle(host)
+    registry.is_refused = True
+    assert host.session.orders.rollback() == "v1"
+    settle(host)
+    assert read_desired(client, keys).version == "v1"
+    with pytest.raises(OSError, match="the store failed"):
+        host.session.orders.pin("unknown")
 
 
 def test_rollback_without_a_past_says_so(host):

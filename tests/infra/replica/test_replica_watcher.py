@@ -542,3 +542,44 @@ def test_the_version_of_a_class_is_loaded_when_the_engine_is_back(shared_redis, 
     assert w.reconcile() and (slots.loaded, w.report().refused) == ([], {})
     slots.is_away = False
     assert w.reconcile() and slots.loaded == ["v3"]
+
+
+@dataclass
+class Unread(Slots):
+    """Slots whose registry refuses while `is_refused`."""
+
+    is_refused: bool = True
+
+    def check_is_read(self) -> None:
+        if self.is_refused:
+            raise OSError("the store failed: EndpointConnectionError")
+
+    def stage(self, version: str) -> bool:
+        staged = super().stage(version)
+        self.check_is_read()
+        return staged
+
+    def load(self, version: str) -> bool:
+        self.check_is_read()
+        return super().load(version)
+
+
+def test_a_registry_that_refuses_blames_no_version_and_is_asked_again_later(shared_redis, client, keys, seeded):
+    slots = Unread()
+    w = watcher(shared_redis.url, keys, slots, poll_s=0.1)
+    commit_desired(
+        client, keys,
+        lambda d: msgspec.structs.replace(d, gen=d.gen + 1, version="v2", class_versions={"math": "v3"}),
+    )  # fmt: skip
+    deadline = time.monotonic() + 1.0
+    while time.monotonic() < deadline:
+        assert w.reconcile()
+    (report,) = read_reports(client, keys)
+    assert (report.version, report.gen, report.failed_gen, report.refused) == ("v1", 0, None, {})
+    assert "EndpointConnectionError" in report.failed_reason
+    assert 2 <= slots.calls.count("v2") <= 4, "asked again after 0.1, 0.2 and 0.4 s"
+    slots.is_refused = False
+    while (w.version, slots.loaded) != ("v2", ["v3"]):
+        assert w.reconcile() and time.monotonic() < deadline + 10.0
+    (report,) = read_reports(client, keys)
+    assert (report.gen, report.failed_gen, report.failed_reason) == (2, None, "")
