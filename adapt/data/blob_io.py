@@ -7,6 +7,7 @@ is written beside its place, synced and renamed; object stores publish a whole o
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -28,7 +29,7 @@ MAX_UNFINISHED_S = 3600.0
 
 
 class _Remote:
-    """A file system elsewhere: whatever its client raises for a store that is away or refuses is an OSError."""
+    """A file system elsewhere: whatever its client raises for a store that is away or refuses is an OSError that says where."""
 
     def __init__(self, fs: Any) -> None:
         self._fs = fs
@@ -40,10 +41,13 @@ class _Remote:
     def _call(self, fn: Any, *args: Any, **options: Any) -> Any:
         try:
             return fn(*args, **options)
-        except OSError:
+        except FileNotFoundError:
             raise
         except Exception as e:  # clients have kinds of their own, which are known to nobody else
-            raise OSError(f"the store failed: {type(e).__name__}: {e}") from e
+            if isinstance(e, OSError) and e.filename is not None:
+                raise
+            number = (e.errno if isinstance(e, OSError) else None) or errno.EIO
+            raise OSError(number, f"the store failed: {type(e).__name__}: {e}", str(args[0]) if args else "") from e
 
 
 def open_store(root: str | Path) -> tuple[Any, str]:

@@ -151,7 +151,13 @@ def _register(config: ServiceConfig) -> str:
     paths = StorePaths.of(config)
     prepare_home(paths.home)
     target = load_target_handle(resolve_model(config.model), tap_layers=drafter_taps(config), dtype=config.dtype)
-    return make_slots(config, target, DrafterRegistry(paths.registry)).first_version
+    try:
+        return make_slots(config, target, DrafterRegistry(paths.registry)).first_version
+    except OSError as e:
+        name, place = ("data_dir", config.data_dir) if config.store_url is None else ("store_url", config.store_url)
+        raise ConfigError(
+            f"{name} must be where versions can be read and written, got {place!r}: {e.strerror or e}"
+        ) from e
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated as A
 
@@ -41,11 +42,11 @@ def purge(options: PurgeOptions) -> int:
     if options.store_url is not None:
         fs, root = open_store(options.store_url)
         scheme = options.store_url.split("://")[0]
-        places = [f"{scheme}://{entry}/{TRACES}" for entry in fs.ls(f"{root}/services", detail=False)]
+        with contextlib.suppress(FileNotFoundError):
+            places = [f"{scheme}://{entry}/{TRACES}" for entry in fs.ls(f"{root}/services", detail=False)]
     if not places:
-        raise ConfigError(
-            f"data-dir must be the data folder of a service, but there are no traces below {options.data_dir}"
-        )
+        name = "data-dir must be the data folder" if options.store_url is None else "store-url must be the object store"
+        raise ConfigError(f"{name} of a service, but there are no traces below {options.store_url or options.data_dir}")
     return sum(_purge(TraceStore(place), options.tenant) for place in places)
 
 

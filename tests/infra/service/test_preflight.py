@@ -17,6 +17,7 @@ from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.infra.app import run_service
 from paceline.infra.service.preflight import Preflight, check_early, preflight
 from paceline.paths import BUNDLED_DRAFTER, bundled, service_home
+from tests.helpers import refusing_store
 
 ALONE = """
 import json, sys
@@ -93,6 +94,13 @@ def test_a_data_folder_that_cannot_be_made_is_refused_before_the_models_are_chec
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ConfigError, match=r"data_dir must be a folder that can be written, got .*file"):
             check_early(ServiceConfig(port=0, data_dir=str(folder)))
+
+
+def test_a_store_that_refuses_is_named_with_its_reason(tmp_path):
+    config = ServiceConfig(device="cpu", data_dir=str(tmp_path / "data"), store_url=refusing_store.URL)
+    said = rf"^store_url must .*'{refusing_store.URL}': the store failed: NoCredentials"
+    with pytest.raises(ConfigError, match=said):
+        preflight(config)
 
 
 def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(tmp_path, monkeypatch):

@@ -4,10 +4,11 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.adapt.data.trace_store import TraceStore
-from paceline.cli.main import app
+from paceline.cli.main import app, main
 from paceline.errors import ConfigError
 from paceline.infra.state.purge import PurgeOptions, purge
 from paceline.paths import service_home
+from tests.helpers import refusing_store
 from tests.helpers.drafters import make_trace
 
 
@@ -48,6 +49,17 @@ def test_traces_in_an_object_store_go_too(tmp_path):
     store.write_shard([make_trace()], "math")
     assert purge(PurgeOptions(data_dir=tmp_path, store_url="memory://purge", is_all=True)) == 1
     assert store.list_shards() == []
+
+
+def test_a_store_without_a_service_or_that_refuses_is_told_of_in_one_sentence(tmp_path, monkeypatch, capsys):
+    said = {}
+    for url in ("memory://purge-none", refusing_store.URL):
+        monkeypatch.setattr("sys.argv", ["paceline", "purge-traces", "--all", "--store-url", url])
+        with pytest.raises(SystemExit, match="2"):
+            main()
+        said[url] = capsys.readouterr().err
+    assert "store-url must be the object store of a service" in said["memory://purge-none"]
+    assert "/bucket/prefix/services: the store failed: NoCredentials" in said[refusing_store.URL]
 
 
 def test_a_folder_without_traces_says_so(tmp_path):
