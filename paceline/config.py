@@ -753,12 +753,14 @@ class ServeOptions:
 
     def service(self) -> ServiceConfig:
         """What is to be served. Raises: ConfigError."""
-        base = load_config(self.config) if self.config else ServiceConfig()
-        changes = dict(self.changes)
-        if changes.get("model", "bundled") != "bundled" and "drafter" not in changes and base.drafter == "bundled":
-            changes["drafter"] = default_drafter(changes["model"])
+        base, changes = load_config(self.config) if self.config else ServiceConfig(), dict(self.changes)
+        has_drafter = self.config is not None and "drafter" in (read_yaml(self.config, "configuration") or {})
+        model = changes.get("model", base.model)
+        is_open = base.drafter == "bundled" and ("model" in changes or not has_drafter)
+        if model != "bundled" and "drafter" not in changes and is_open:
+            changes["drafter"] = default_drafter(model)
             if base.engine.tree.mix == "none":
-                changes.setdefault("engine.tree.mix", default_mix(changes["model"]))
+                changes.setdefault("engine.tree.mix", default_mix(model))
         return override(base, changes)
 
 

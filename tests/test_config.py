@@ -192,8 +192,14 @@ def test_more_draft_tokens_continue_the_budgets_and_reach_replicas_as_plain_valu
 def test_a_model_of_ones_own_gets_a_drafter_that_fits_every_target(tmp_path):
     assert ServeOptions(changes={"model": "m"}).service().drafter == "lookup"
     assert ServeOptions(changes={"model": "m", "drafter": "suffix"}).service().drafter == "suffix"
-    (tmp_path / "c.yaml").write_text("drafter: none\n")
-    assert ServeOptions(config=tmp_path / "c.yaml", changes={"model": "m"}).service().drafter == "none"
+    file = tmp_path / "c.yaml"
+    file.write_text("drafter: none\n")
+    assert ServeOptions(config=file, changes={"model": "m"}).service().drafter == "none"
+    file.write_text("model: m\n")
+    assert ServeOptions(config=file).service() == ServeOptions(changes={"model": "m"}).service()
+    assert ServeOptions(config=file, changes={"model": "bundled"}).service() == ServiceConfig()
+    file.write_text("model: m\ndrafter: bundled\n")
+    assert ServeOptions(config=file).service().drafter == "bundled", "refused where it is loaded, with what there is"
 
 
 @pytest.mark.parametrize("mix", ["lookup", "suffix"])
