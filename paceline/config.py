@@ -640,16 +640,21 @@ def otlp_protocol() -> str:
 
 def max_queued_spans() -> int:
     """Spans of one process that wait for the collector, at most; more are dropped. Raises: ConfigError."""
-    return _spans("OTEL_BSP_MAX_QUEUE_SIZE", 2048)
+    return _number("OTEL_BSP_MAX_QUEUE_SIZE", 2048)
 
 
 def max_batched_spans() -> int:
     """Spans that are sent at once, at most: no more than may wait, else OpenTelemetry refuses both. Raises: ConfigError."""
-    return min(_spans("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", 512), max_queued_spans())
+    return min(_number("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", 512), max_queued_spans())
 
 
-def _spans(name: str, default: int) -> int:
-    """A variable that is a number of spans; default: OpenTelemetry's."""
+def span_delay_ms() -> int:
+    """Milliseconds between two batches of spans. Raises: ConfigError."""
+    return _number("OTEL_BSP_SCHEDULE_DELAY", 5000)
+
+
+def _number(name: str, default: int) -> int:
+    """A variable that is a whole number above 0; default: OpenTelemetry's."""
     text = os.environ.get(name) or str(default)
     require(text.isdecimal() and int(text) > 0, f"{name} must be a whole number > 0", text)
     return int(text)

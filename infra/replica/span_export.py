@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 
 from paceline import __version__
-from paceline.config import max_batched_spans, max_queued_spans, otlp_protocol
+from paceline.config import max_batched_spans, max_queued_spans, otlp_protocol, span_delay_ms
 from paceline.infra.state.redis_clients import redact
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,10 @@ class SpanExport:
         self.counts = SpanCounts(max_queued)
         exporter = _CountedExporter(endpoint, self.counts)
         self._batches = BatchSpanProcessor(
-            exporter, max_queue_size=max_queued, max_export_batch_size=max_batched_spans()
+            exporter,
+            max_queue_size=max_queued,
+            max_export_batch_size=max_batched_spans(),
+            schedule_delay_millis=span_delay_ms(),
         )
         resource = Resource.create({SERVICE_VERSION: __version__, SERVICE_INSTANCE_ID: process_id})
         if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):  # nobody named it by a variable

@@ -6,7 +6,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.config import ServiceConfig, max_batched_spans, otlp_protocol
+from paceline.config import ServiceConfig, max_batched_spans, otlp_protocol, span_delay_ms
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class SpanTarget:
                 f"pip install {package}"
             )
         max_batched_spans()
+        span_delay_ms()
         return cls(endpoint=config.otlp_traces_endpoint, model=config.model_name, ratio=config.otlp_traces_ratio)
 
     def open(self, process_id: str) -> ProcessSpans:

@@ -275,6 +275,10 @@ def test_settings_that_cannot_work_are_refused(monkeypatch):
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "many")
     with pytest.raises(ConfigError, match="OTEL_BSP_MAX_QUEUE_SIZE must be a whole number"):
         SpanTarget.of(config)
+    monkeypatch.delenv("OTEL_BSP_MAX_QUEUE_SIZE")
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "0")
+    with pytest.raises(ConfigError, match=r"OTEL_BSP_SCHEDULE_DELAY must be a whole number > 0, got '0'"):
+        SpanTarget.of(config)
     assert SpanTarget.of(ServiceConfig()) is None
 
 
