@@ -26,6 +26,7 @@ from paceline.bandit.ledger.totals import fold_entries
 from paceline.contracts import Decision, FeedbackBatch, LedgerEntry, RoundStats, decode, rows_of
 from paceline.errors import PacelineError
 from paceline.infra.state.layout import DECISIONS
+from paceline.infra.state.log import parsed_line
 from paceline.infra.state.redis_clients import Keys, patient_client, redact
 from paceline.infra.state.redis_server import EmbeddedRedis
 from paceline.machine import Clock, SystemClock
@@ -164,10 +165,8 @@ def _log_lines(path: Path, report: Report = lambda done, total: None) -> Iterato
             done += len(line)
             if index % 256 == 0:
                 report(done, total)
-            try:
-                yield json.loads(line)
-            except ValueError:
-                continue  # being written, or cut by a crash
+            if (row := parsed_line(line)) is not None:  # else it is being written, or was cut by a crash
+                yield row
 
 
 def _export_ledger(options: ExportOptions, out: Path, manifest: dict, report: Report) -> None:

@@ -254,6 +254,15 @@ def _at_once(fn: Callable[..., Any], *args: Any) -> Any:
     return fn(*args)
 
 
+def parsed_line(data: bytes) -> dict[str, Any] | None:
+    """A line of the decision log's file; None of one that is damaged."""
+    try:
+        line = json.loads(data)
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) else None
+
+
 class LogFile:
     """JSON-lines copy of the log stream: a projection by stream id, so no entry is lost or doubled by a crash."""
 
@@ -301,10 +310,8 @@ class LogFile:
             lines = (block + rest).split(b"\n")
             rest = lines.pop(0) if end else b""  # the block before has its begin
             while lines:
-                try:
-                    yield json.loads(lines.pop())
-                except ValueError:
-                    continue
+                if (line := parsed_line(lines.pop())) is not None:
+                    yield line
 
     def _append(self, entries: list[tuple[str, dict[bytes, bytes]]]) -> None:
         self._last_id = None  # a disk that fills up tears a line: then the file is read anew and cut

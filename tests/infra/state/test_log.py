@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from paceline.infra.state import log as log_module
-from paceline.infra.state.log import QueuedFile, configure_logging, delete_gone_logs, num_dropped_lines
+from paceline.infra.state.export import log_records
+from paceline.infra.state.log import LogFile, QueuedFile, configure_logging, delete_gone_logs, num_dropped_lines
 from tests.helpers.api_server import serve_engine, wait_until
 from tests.helpers.fakes import tiny_target
 
@@ -123,3 +124,10 @@ def test_answers_and_health_go_on_while_the_data_folder_hangs(tmp_path):
         wait_until(lambda: num_dropped_lines() >= 7)
         for name in ("access.log", "replica.log"):  # let the threads go
             os.close(os.open(tmp_path / name, os.O_RDONLY | os.O_NONBLOCK))
+
+
+def test_damaged_lines_of_the_decision_log_are_left_out_whatever_they_are(tmp_path):
+    path = tmp_path / "decisions.jsonl"
+    path.write_text('{"log_id": "5-0", "kind": "note"}\n{"log_id": "6-\n17\n[]\n"note"\nnull\n')
+    assert list(LogFile(path).newest_first()) == [{"log_id": "5-0", "kind": "note"}]
+    assert LogFile(path).last_id() == "5-0" and log_records(path, "decision") == []
