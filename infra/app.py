@@ -111,7 +111,7 @@ def build(args: Mapping[str, Any]) -> Application:
     Raises: ConfigError on an unknown key, and on a certificate, which Serve's proxies would not see. Without redis_url (or PACELINE_REDIS_URL) replicas serve their first drafter and nothing adapts.
     """
     given = build_record(ServiceConfig, dict(args))
-    if shown := [name for name in VARIABLES if _is_secret(getattr(given, name))]:
+    if shown := [name for name in VARIABLES if name != "token_file" and _is_secret(getattr(given, name))]:
         log.warning(
             "%s in args can be read by `serve config` and in Ray's dashboard; give %s to `ray start` on every node instead, "
             "or the same with _FILE",

@@ -97,7 +97,7 @@ def test_serve_config_args_are_a_service_config() -> None:
         build({**app["args"], "tls_cert": "/c.pem", "tls_key": "/k.pem"})
 
 
-def test_secrets_reach_the_replicas_without_standing_in_the_file(tmp_path: Path, monkeypatch) -> None:
+def test_secrets_reach_the_replicas_without_standing_in_the_file(tmp_path: Path, monkeypatch, caplog) -> None:
     """What `serve config` and Ray's dashboard show is the file."""
     text, args = SERVICE.read_text(encoding="utf-8"), load(SERVICE)["applications"][0]["args"]
     assert args["api_token"] is None and args["admin_token"] is None and "@" not in args["redis_url"]
@@ -109,6 +109,10 @@ def test_secrets_reach_the_replicas_without_standing_in_the_file(tmp_path: Path,
     assert (given["api_token"], given["admin_token"]) == ("of-a-file", "of-the-environment")
     assert given["redis_url"] == "redis://:secret@redis.internal:6380/0"
     assert not any(secret in text for secret in ("of-a-file", "of-the-environment", ":secret@"))
+    build({**args, "redis_url": None, "token_file": "/run/secrets/tokens.yaml"})
+    assert "can be read" not in caplog.text, "a path tells nothing"
+    build({**args, "redis_url": None, "admin_token": "in-args"})
+    assert "admin_token in args can be read" in caplog.text and "in-args" not in caplog.text
     monkeypatch.setenv("PACELINE_API_TOKEN_FILE", str(tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="PACELINE_API_TOKEN_FILE must name a readable text file"):
         build(args)
