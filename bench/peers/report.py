@@ -72,11 +72,13 @@ def _arm(turns: Sequence[Turn], counter: TokenCounter) -> dict[str, Any]:
 
 
 def _ratio(own: Mapping[int, Turn], base: Mapping[int, Turn], counter: TokenCounter) -> dict[str, Any] | None:
-    """Tokens per second over the baseline's, of the groups in which both gave an answer."""
+    """Tokens per second over the baseline's, of the groups in which both gave an answer; None where it gave no token."""
     both = [(own[g], base[g]) for g in own if g in base and own[g].whole and base[g].whole]
     if not both:
         return None
     sides = [[[sum(map(counter.count, t.whole)) for t in side], [t.seconds for t in side]] for side in zip(*both, strict=True)]  # fmt: skip
+    if not sum(sides[1][0]):  # answers that end at once have no token: nothing is so many times that
+        return None
     value, ends = rate_ratio(*sides)
     return {"value": round(value, 4), "interval": ends}
 

@@ -50,6 +50,7 @@ _QUICK: dict[str, Any] = {
     "warmup": 0,
     "max_tokens": 32,
 }
+"""What --quick takes for options that were left at their defaults."""
 
 
 @record()
@@ -98,7 +99,7 @@ class PeersOptions:
     warmup: A[int, Setting("Turns of every arm before those, not counted.", panel=LOAD, ge=0)] = 1
     waves: A[int, Setting("Requests of a turn over its clients.", panel=LOAD, ge=1)] = 2
     max_s: A[float, Setting("A turn sends no request later than this.", flag="seconds", panel=LOAD, gt=0)] = 600.0
-    quick: A[bool, Setting("One client, greedy, two short turns.", panel=LOAD)] = False
+    quick: A[bool, Setting("Defaults become one client, greedy, two short turns.", panel=LOAD)] = False
     buckets: A[
         tuple[str, ...], Setting("Comma list of workloads: tools, code, chat, math, facts.", panel=REQUESTS, non_empty=True)
     ] = ("code", "chat", "tools")  # fmt: skip
@@ -119,6 +120,14 @@ class PeersOptions:
         parse_given(self.commands)
         require(self.gguf is None or self.gguf.is_file(), "gguf must be a file", str(self.gguf))
 
+    def chosen(self) -> PeersOptions:
+        """What is measured."""
+        if not self.quick:
+            return self
+        usual = PeersOptions()
+        short = {k: v for k, v in _QUICK.items() if getattr(self, k) == getattr(usual, k)}
+        return dataclasses.replace(self, quick=False, **short)
+
     def cells(self) -> list[dict[str, Any]]:
         """Workload, temperature and concurrency of every cell."""
         places = itertools.product(dict.fromkeys(self.buckets), self.temperatures, sorted(set(self.concurrencies)))
@@ -130,8 +139,7 @@ def run_peers(options: PeersOptions, console: Console) -> dict[str, Any]:
 
     Raises: PacelineError when the model or its prompts are missing, or no server is there.
     """
-    if options.quick:
-        options = dataclasses.replace(options, quick=False, **_QUICK)
+    options = options.chosen()
     model = resolve_model(options.model)
     tokenizer = open_checkpoint(model).tokenizer()
     counter = TokenCounter(tokenizer)

@@ -1,5 +1,7 @@
 """Claims of a peer report: what is counted, compared and set in relation are the answers of the same requests."""
 
+import json
+
 import pytest
 
 from paceline.bench.peers.arms import PeerArm, TokenCounter, Turn
@@ -69,6 +71,15 @@ def test_ratios_are_over_groups_in_which_both_answered(tmp_path):
     found = row(tmp_path, base=base, other=other)
     assert found["ratios"]["other"] == {"value": 0.5, "interval": None}
     assert row(tmp_path, base=base, other=[Turn(answers=(), seconds=0.0)])["ratios"]["other"] is None
+
+
+def test_answers_without_a_token_have_no_ratio_over_them_and_can_be_written(tmp_path):
+    silent, spoken = (Turn(answers=(answer(text, usage=len(text)),), seconds=1.0) for text in ("", "ab"))
+    found = row(tmp_path, base=[silent, silent], quiet=[silent, silent], other=[spoken, spoken])
+    assert found["ratios"] == {"quiet": None, "other": None}
+    json.dumps(found, allow_nan=False)
+    assert row(tmp_path, base=[spoken, spoken], quiet=[silent, silent])["ratios"]["quiet"]["value"] == 0
+    assert mean_ratios([found], "base") == []
 
 
 def test_rounds_of_all_turns_make_one_acceptance_length(tmp_path):

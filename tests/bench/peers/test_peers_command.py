@@ -91,6 +91,13 @@ def test_cells_are_every_workload_temperature_and_number_of_clients():
     assert [tuple(c.values()) for c in cells] == [("chat", 0.0, 1), ("chat", 0.0, 4), ("code", 0.0, 1), ("code", 0.0, 4)]  # fmt: skip
 
 
+def test_quick_shortens_what_was_not_asked_for_and_nothing_else():
+    short = PeersOptions(quick=True, concurrencies=(2, 8), max_tokens=96).chosen()
+    assert (short.concurrencies, short.max_tokens) == ((2, 8), 96)
+    assert (short.temperatures, short.num_groups, short.waves, short.warmup) == ((0.0,), 2, 1, 0)
+    assert PeersOptions().chosen() == PeersOptions()
+
+
 def check_measured(document, name, num_arms):
     """Both cells of an arm: all answers whole, counted and confirmed."""
     assert [len(c["arms"]) for c in document["cells"]] == [num_arms] * 2
