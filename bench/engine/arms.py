@@ -50,6 +50,8 @@ class BenchGroup:
     """Requests that run at once."""
     buckets: tuple[str, ...] = ()
     """Of each request, where they differ; () = `bucket`."""
+    tenant: str = ""
+    """Whose requests they are: a drafter that drafts from recent answers knows those of the same tenant only."""
 
     @property
     def cell(self) -> tuple[str, int, float]:
@@ -75,7 +77,9 @@ class GroupTiming:
     token_ids: tuple[tuple[int, ...], ...]
     seconds: float
     ttft_s: tuple[float, ...]
-    """From the start of the group (transformers: of the batch) to the first token, for the first `batch` requests."""
+    """From the start of the group (transformers: of each of its batches) to the first token, for the first `batch` requests."""
+    prompts_s: float | None = None
+    """Until the first tokens, summed over batches that run one after the other; None where there are none."""
     whole: Stretch | None = None
     """None for arms that are not an engine."""
     full_batch: Stretch | None = None
@@ -102,7 +106,7 @@ class GroupTiming:
     def prefill_s(self) -> float:
         """Engine: everything outside decode rounds (prefill, admission); otherwise the time to the first token."""
         if self.whole is None:
-            return max(self.ttft_s)
+            return max(self.ttft_s) if self.prompts_s is None else self.prompts_s
         return max(0.0, self.seconds - sum(self.whole.part_s.values()))
 
 
@@ -180,7 +184,7 @@ class EngineArm:
             for request_id, i in itertools.islice(waiting, count):
                 request = GenerationRequest(
                     request_id=request_id, prompt_token_ids=group.prompts[i], params=group.params[i],
-                    bucket=group.buckets[i] if group.buckets else group.bucket, group=self._group,
+                    bucket=group.buckets[i] if group.buckets else group.bucket, group=self._group, tenant=group.tenant,
                 )  # fmt: skip
                 seen.submitted_s.append(self._timer() - began)
                 engine.submit(request, on_event)
@@ -290,7 +294,7 @@ class TransformersArm:
             token_ids += texts
             seconds += took_s
             ttft_s.append(first_s)
-        return GroupTiming(token_ids=tuple(token_ids), seconds=seconds, ttft_s=tuple(ttft_s))
+        return GroupTiming(token_ids=tuple(token_ids), seconds=seconds, ttft_s=tuple(ttft_s), prompts_s=sum(ttft_s))
 
     @torch.inference_mode()
     def _generate(
@@ -388,7 +392,8 @@ def make_groups(
 ) -> list[BenchGroup]:
     """Cut prompts into groups of group_size requests, of which `batch` run at once; a rest that fills no group is left out.
 
-    Request i of the list draws with seed + i in every arm. label: part of the tag, where a cell has several lists.
+    Request i of the list draws with seed + i in every arm. label: part of the tag, where a cell has several lists. Every cell
+    has a tenant of its own, since others ran the same prompts.
     """
     out = []
     for i, at in enumerate(range(0, len(prompts) - group_size + 1, group_size)):
@@ -396,9 +401,11 @@ def make_groups(
             SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed + at + j, ignore_eos=ignore_eos)
             for j in range(group_size)
         )
-        tag = f"{bucket}-{batch}-{temperature:g}-{label}{i}"
+        cell = f"{bucket}-{batch}-{temperature:g}"
         texts = tuple(prompts[at : at + group_size])
-        out.append(BenchGroup(tag=tag, bucket=bucket, prompts=texts, params=params, batch=batch))
+        out.append(
+            BenchGroup(tag=f"{cell}-{label}{i}", bucket=bucket, prompts=texts, params=params, batch=batch, tenant=cell)
+        )
     return out
 
 

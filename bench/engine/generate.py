@@ -67,7 +67,9 @@ def run_generate(options: GenerateOptions, console: Console) -> None:
     runs: dict[Group, list[GroupTiming]] = {g: [] for g in order}
     for i in range(4 if compare else 1):
         for g in order:
-            group = BenchGroup(tag=str(i), bucket="default", prompts=(tuple(ids),), params=params, batch=1)
+            group = BenchGroup(
+                tag=str(i), bucket="default", prompts=(tuple(ids),), params=params, batch=1, tenant=str(i)
+            )
             run = EngineArm(g.value, engine, g, recorder=recorder).run(group)
             if i > 0 or not compare:
                 runs[g].append(run)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from paceline.bench.engine.arms import GroupTiming, Stretch
+from paceline.bench.engine.arms import BenchGroup, GroupTiming, Stretch, TransformersArm
 from paceline.bench.engine.cells import (
     arm_summary,
     cell_row,
@@ -15,6 +15,7 @@ from paceline.bench.engine.cells import (
     paired_ratio,
     split_of_rounds,
 )
+from paceline.serving.sampling.request import SamplingParams
 
 
 def stretch(seconds, tokens, rounds, **part_s):
@@ -75,6 +76,18 @@ def test_arm_summary_pools_acceptance_over_rounds_and_sets_prefill_apart():
     assert row["decode_tokens_per_s"] == pytest.approx((60 - 4) / 1.6, abs=0.01)
     assert row["ttft_ms"] == {"p50": 100.0, "p95": 100.0, "max": 100.0}
     assert row["full_batch_tokens_per_s"] is None and row["num_full_batch_rounds"] == 0
+
+
+def test_prefill_of_batches_one_after_the_other_is_all_of_theirs():
+    arm = TransformersArm("transformers", None, 0, lookup=False)
+    arm._generate = lambda prompts, params: (
+        [(0,) * 9 for _ in prompts],
+        2.0,
+        1.0,
+    )  # each batch: 1 of 2 s is its prefill
+    params = (SamplingParams(max_tokens=9),) * 4
+    row = arm_summary([arm.run(BenchGroup(tag="g", bucket="b", prompts=((1,),) * 4, params=params, batch=2))])
+    assert row["prefill_s"] == 2.0 and row["decode_tokens_per_s"] == 16.0  # 32 of 36 tokens in the other two seconds
 
 
 def test_full_batch_part_counts_only_groups_in_which_both_arms_had_one():

@@ -1,6 +1,10 @@
 """Claims of bench/engine/arms.py."""
 
-from paceline.bench.engine.arms import GroupTiming, make_groups, run_alternating
+from paceline.bench.engine.arms import EngineArm, GroupTiming, make_groups, new_engine, run_alternating
+from paceline.config import EngineConfig, TreeConfig
+from paceline.contracts import Group
+from paceline.serving.drafters.text import make_text_drafter
+from tests.helpers.fakes import tiny_target
 
 
 class Recorder:
@@ -33,3 +37,16 @@ def test_requests_draw_with_seeds_of_their_own_and_a_rest_is_left_out():
     assert [g.prompts for g in got] == [((0,), (1,)), ((2,), (3,))]
     assert [p.seed for g in got for p in g.params] == [7, 8, 9, 10]
     assert len({g.tag for g in [*got, *groups(5, label="w")]}) == 4
+
+
+def test_no_cell_drafts_from_the_answers_of_another():
+    """Cells run the same prompts: a drafter that remembers answers would know them by heart from the second one on."""
+    target = tiny_target(vocab=64, layers=2, width=16, context=128)
+    tree = TreeConfig(policy="fixed", max_draft_tokens=4)
+    config = EngineConfig(max_running=1, page_tokens=8, prefix_caching=False, tree=tree)
+    engine = new_engine(target, make_text_drafter("suffix-recent"), version="s", num_tokens=512, config=config)
+    arm = EngineArm("s", engine, Group.ADAPTIVE)
+    alike = {"batch": 1, "group_size": 1, "temperature": 1.0, "max_tokens": 60, "ignore_eos": True}
+    first, again = ([arm.run(g) for g in groups(2, bucket=bucket, **alike)] for bucket in "ab")
+    assert [r.token_ids for r in first] == [r.token_ids for r in again]
+    assert [r.num_accepted_tokens for r in first] == [r.num_accepted_tokens for r in again]
