@@ -41,7 +41,19 @@ from paceline.config import EngineConfig
 from paceline.contracts import Group
 from paceline.errors import ConfigError
 from paceline.paths import resolve_model
-from paceline.records import DRAFTERS, DataFolder, Device, Dtype, JsonFile, Model, Setting, Threads, record, require
+from paceline.records import (
+    DRAFTERS,
+    DataFolder,
+    Device,
+    Dtype,
+    JsonFile,
+    Model,
+    Setting,
+    Threads,
+    record,
+    require,
+    settings,
+)
 from paceline.serving.target_model.model import TargetModel
 
 DEFAULT_ARMS = (PLAIN, SPECULATIVE, GENERATE, LOOKUP)
@@ -50,6 +62,8 @@ ARMS = (*DEFAULT_ARMS, *LLAMACPP_ARMS)
 RANDOM = "random"
 """Bucket of random token ids: an upper or lower bound that real text never reaches, shown next to real text."""
 RANDOM_PROMPT_TOKENS = 24
+_OF_SHAPES = ("batches", "device", "num_threads", "seed", "json")
+"""Options that --shapes heeds, too."""
 CELLS, SIZE = "Cells", "Size of a cell"
 """Headings of options in --help."""
 
@@ -175,6 +189,18 @@ class EngineCommand:
     is_scaled_down: A[
         bool, Setting("With --shapes: small layers, so that a CPU can run it; labelled so.", flag="scale-down")
     ] = False
+
+    def __post_init__(self) -> None:
+        if self.shapes is None:
+            require(
+                not self.is_scaled_down, "scale-down must be left out without --shapes, which it makes small", "true"
+            )
+            return
+        usual = EngineBenchOptions()
+        names = {k: s.name(k) for k, (_, s) in settings(EngineBenchOptions).items() if k not in _OF_SHAPES}
+        unused = [f"--{name}" for k, name in names.items() if getattr(self.options, k) != getattr(usual, k)]
+        if unused:
+            raise ConfigError(f"{', '.join(unused)} must be left out with --shapes, which measures rounds of its own")
 
     def chosen(self) -> EngineBenchOptions:
         """What is measured without --shapes."""

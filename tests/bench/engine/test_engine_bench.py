@@ -70,6 +70,11 @@ def test_every_arm_of_every_cell_is_measured(tmp_path):
         (["--max-tokens", "4000"], "max-tokens must be at most"),
         (["--device", "tpu"], "device must be"),
         (["--shapes", "gpt-2"], "shapes must be among llama-3.1-8b, qwen3-8b"),
+        (["--scale-down"], "scale-down must be left out without --shapes"),
+        (
+            ["--shapes", "qwen3-8b", "--scale-down", "--max-tokens", "32", "--prompts", "3"],
+            "--max-tokens, --prompts must be left out with --shapes",
+        ),
     ],
 )
 def test_bad_options_are_answered_in_one_sentence(arguments, message):
