@@ -187,7 +187,8 @@ def regressions(rows: list[dict[str, Any]], metric: str, fail_below: float) -> l
 def run_compare(options: CompareOptions, console: Console) -> dict[str, Any]:
     """Print and return the comparison, of arms where there is no second result; `failed` lists rows below the threshold.
 
-    Raises: ConfigError when a file is no result, the runs cannot be compared, or have no cell in common.
+    Raises: ConfigError when a file is no result, the runs cannot be compared, have no cell in common, or not the metric that
+    --fail-below asks for.
     """
     if options.second is None:
         assert options.over is not None
@@ -201,6 +202,11 @@ def run_compare(options: CompareOptions, console: Console) -> dict[str, Any]:
     rows = compare_cells(a, b)
     if not rows:
         raise ConfigError("the runs must have a bucket, batch, temperature and arm in common, got none")
+    if options.fail_below is not None and all(row[options.metric] is None for row in rows):
+        raise ConfigError(
+            f"metric must be one that the runs have to be held against --fail-below, got {options.metric}: results of "
+            f"{a['command']} have none"
+        )
     failed = [] if options.fail_below is None else regressions(rows, options.metric, options.fail_below)
     result = {"first": str(options.first), "second": str(options.second), "warnings": [*grave, *mild], "rows": rows, "failed": failed}  # fmt: skip
     _print(result, "Second run over first run", {m: m for m in METRICS}, console)

@@ -1,11 +1,13 @@
 """Claims of bench/drafters/compare.py on results made up for them."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from paceline.bench.drafters.compare import CompareOptions, compare_cells, read_result, regressions
+from paceline.bench.drafters.compare import CompareOptions, compare_cells, read_result, regressions, run_compare
 from paceline.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
@@ -69,6 +71,20 @@ def test_acceptance_lengths_are_compared_as_of_independent_runs():
 def test_cells_that_only_one_run_has_are_left_out():
     arms = {"plain": ([1], [1]), "x": ([1], [1])}
     assert compare_cells(result(arms), result(arms, batch=8)) == []
+
+
+def test_a_metric_that_the_runs_do_not_have_finds_no_regression_and_is_refused(tmp_path):
+    """Results of `bench engine` have no intervals of acceptance lengths: a check of them would pass whatever happened."""
+    document = result({"plain": ([9], [1.0]), "speculative": ([9], [0.5])})
+    facts = {"command": "bench engine", "format": 1, "options": {}, "machine": {}, "is_complete": True}
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({**document, **facts}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"metric must be one that the runs have .* got acceptance_length"):
+        run_compare(
+            CompareOptions(first=path, second=path, fail_below=0.95, metric="acceptance_length"), Console(quiet=True)
+        )
+    kept = run_compare(CompareOptions(first=path, second=path, fail_below=0.95), Console(quiet=True))
+    assert kept["failed"] == []
 
 
 def test_a_comparison_never_overwrites_what_it_compares(tmp_path):
