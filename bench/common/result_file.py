@@ -75,6 +75,13 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path} must be a JSON document of a benchmark: {e}") from e
 
 
+def keep_settings(path: Path, settings: dict[str, Any]) -> None:
+    """Write what the kept results beside this file depend on. Raises: ConfigError where they are of other settings."""
+    if path.is_file() and read_json(path) != json.loads(json.dumps(settings)):
+        raise ConfigError(f"work folder {path.parent} holds results of other options; use another or delete it")
+    write_json(path, settings)
+
+
 def kept_json(path: Path, make: Callable[[], Any]) -> Any:
     """The JSON values of a file, which are made and written where there is none."""
     if not path.is_file():

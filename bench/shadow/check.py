@@ -13,7 +13,6 @@ Own and same texts are judged, per row, against MAX_ERROR_PERCENT; other texts o
 from __future__ import annotations
 
 import dataclasses
-import json
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ from paceline.adapt.gate.shadow import shadow_scores, usable_traces
 from paceline.adapt.online.trainer import ShadowConfig
 from paceline.bench.common.engine_run import encode, load_target, set_threads
 from paceline.bench.common.recorders import Round
-from paceline.bench.common.result_file import kept_json, plain_values, write_json
+from paceline.bench.common.result_file import keep_settings, kept_json, plain_values, write_json
 from paceline.bench.common.terminal import progress, say_file
 from paceline.bench.common.workloads import BUNDLED_BUCKETS, load_prompts
 from paceline.bench.engine.arms import BenchGroup
@@ -145,11 +144,7 @@ class ShadowCheck:
         self._options, self._folder = options, folder
         self._target = load_target(options.model, options.dtype, drafters=[options.drafter])
         folder.mkdir(parents=True, exist_ok=True)
-        settings = options.settings(self._target)
-        path = folder / "settings.json"
-        if path.is_file() and json.loads(path.read_text(encoding="utf-8")) != settings:
-            raise ConfigError(f"work folder {folder} holds results of other options; use another or delete it")
-        write_json(path, settings)
+        keep_settings(folder / "settings.json", options.settings(self._target))
         self._shop = VersionShop(folder, self._target, drafter=options.drafter, seed=options.seed)
         self._work = {b: make_workloads(options, self._target, b) for b in options.buckets}
         self._plans = plan_versions(options.num_versions, options.buckets)

@@ -31,8 +31,8 @@ from paceline.adapt.online.burst import Burst
 from paceline.adapt.online.learner import MAX_TRACE_ROWS, Learner, max_rate, select_parameters
 from paceline.adapt.online.trainer import ShadowConfig
 from paceline.bench.common.engine_run import encode, load_target, set_threads
-from paceline.bench.common.result_file import plain_values, write_json
-from paceline.bench.common.terminal import say_file
+from paceline.bench.common.result_file import keep_settings, plain_values, write_json
+from paceline.bench.common.terminal import number_text, say_file
 from paceline.bench.common.workloads import Question, read_questions
 from paceline.bench.engine.arms import BenchGroup
 from paceline.bench.shadow.decode import decode
@@ -86,6 +86,12 @@ class LearnerOptions:
     data: DataFolder = None
     json: JsonFile = None
     work: A[Path | None, Setting("Folder that keeps the traces; a second run decodes nothing.")] = None
+
+    def settings(self, target: TargetModel) -> dict[str, Any]:
+        """What the kept traces depend on, beside their class."""
+        names = ("num_prompts", "num_judged", "max_tokens", "seed")
+        values = {name: getattr(self, name) for name in names}
+        return {**values, "data": str(self.data or ""), "target_version": target.version, "dtype": target.dtype_name}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,7 +221,7 @@ def _learner(parameters: str, rate: float, share: float, marks: list[tuple[float
 def run_learner_bench(options: LearnerOptions, console: Console) -> dict[str, Any]:
     """Run every arm on every class, print the table, write the JSON."""
     with tempfile.TemporaryDirectory(prefix="paceline-learner-") as spare:
-        rows = _compare(options, TraceStore((options.work or Path(spare)) / "traces"))
+        rows = _compare(options, options.work or Path(spare))
     result = {"options": {k: v for k, v in plain_values(options).items() if k not in ("work", "json")}, "rows": rows}
     _print(rows, options.known, console)
     if options.json:
@@ -224,10 +230,10 @@ def run_learner_bench(options: LearnerOptions, console: Console) -> dict[str, An
     return result
 
 
-def _compare(options: LearnerOptions, store: TraceStore) -> list[dict[str, Any]]:
-    """A row for every class and arm."""
+def _compare(options: LearnerOptions, work: Path) -> list[dict[str, Any]]:
+    """A row for every class and arm. Raises: ConfigError where the work folder holds the traces of other options."""
     set_threads(options.num_threads)
-    folder = resolve_drafter(options.drafter)
+    folder = resolve_drafter(options.drafter, options.model)
     if folder is None:
         raise ConfigError(f"drafter must have weights to be trained further, got {options.drafter!r}")
     target = load_target(options.model, "auto", drafters=[options.drafter])
@@ -236,6 +242,8 @@ def _compare(options: LearnerOptions, store: TraceStore) -> list[dict[str, Any]]
     missing = [b for b in (*options.buckets, options.known) if b not in found]
     if missing:
         raise ConfigError(f"buckets must be among {', '.join(sorted(found))}, got {missing[0]!r}")
+    keep_settings(work / "traces.json", options.settings(target))
+    store = TraceStore(work / "traces")
     known = _traces(target, store, options.known, found[options.known], options)
     judged_known = known[-options.num_judged :]
     bench = _Bench(target=target, values=values, state=state, options=options, known=known[: -options.num_judged])
@@ -270,10 +278,16 @@ def _compare(options: LearnerOptions, store: TraceStore) -> list[dict[str, Any]]
                     "seconds": spent, "scoring_s": shadow, "gain_per_s": (after - before) / spent,
                 }
             )  # fmt: skip
+    return over_jobs(rows)
+
+
+def over_jobs(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows, each with its gain per second (None where the job gained nothing) and its seconds over its class's job's."""
     job = {r["bucket"]: r for r in rows if r["arm"] == "job"}
     for row in rows:
-        row["over_job"] = row["gain_per_s"] / job[row["bucket"]]["gain_per_s"]
-        row["seconds_over_job"] = row["seconds"] / job[row["bucket"]]["seconds"]
+        own = job[row["bucket"]]
+        row["over_job"] = row["gain_per_s"] / own["gain_per_s"] if own["gain_per_s"] else None
+        row["seconds_over_job"] = row["seconds"] / own["seconds"]
     return rows
 
 
@@ -286,6 +300,6 @@ def _print(rows: Sequence[dict[str, Any]], known: str, console: Console) -> None
             r["bucket"], r["arm"], ", ".join(f"{num_rows:,}" for num_rows, _ in r["curve"]),
             " -> ".join(f"{length:.2f}" for length in (r["before"], *(length for _, length in r["curve"]))),
             f"{r['known_before']:.2f} -> {r['known_after']:.2f}", f"{r['seconds']:.1f}", f"{r['gain_per_s']:.3f}",
-            f"{r['over_job']:.2f}",
+            number_text(r["over_job"], 2),
         )  # fmt: skip
     console.print(table)

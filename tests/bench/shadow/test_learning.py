@@ -1,11 +1,13 @@
 """The learner and the job learn the same text, and both are judged on requests that neither learned."""
 
+import dataclasses
 import json
 
 import pytest
 from rich.console import Console
 
-from paceline.bench.shadow.learning import LearnerOptions, run_learner_bench
+from paceline.bench.shadow import learning
+from paceline.bench.shadow.learning import LearnerOptions, over_jobs, run_learner_bench
 from paceline.errors import ConfigError
 
 
@@ -32,6 +34,24 @@ def test_every_arm_has_a_row_with_its_gain_per_second(tmp_path):
     assert json.loads((tmp_path / "r.json").read_text())["rows"] == [
         {**r, "curve": [[*p] for p in r["curve"]]} for r in rows
     ]
+
+    with pytest.raises(ConfigError, match="holds results of other options"):
+        run_learner_bench(dataclasses.replace(options, max_tokens=14), Console(quiet=True))
+
+
+def test_a_job_that_gains_nothing_has_no_gain_to_be_over():
+    rows = [
+        {"bucket": "math", "arm": a, "gain_per_s": g, "seconds": s} for a, g, s in (("job", 0.0, 2.0), ("l", 0.1, 1.0))
+    ]
+    assert [(r["over_job"], r["seconds_over_job"]) for r in over_jobs(rows)] == [(None, 1.0), (None, 0.5)]
+
+
+def test_a_bundled_drafter_is_that_of_the_model(monkeypatch):
+    asked = []
+    monkeypatch.setattr(learning, "resolve_drafter", lambda *names: asked.append(names))
+    with pytest.raises(ConfigError, match="drafter must have weights"):
+        run_learner_bench(LearnerOptions(model="smollm2"), Console(quiet=True))
+    assert asked == [("bundled", "smollm2")]
 
 
 def test_a_class_without_prompts_is_refused():
