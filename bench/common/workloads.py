@@ -216,12 +216,12 @@ _FORMATS: tuple[tuple[frozenset[str], Callable[[Mapping[str, Any], str, int], Qu
 
 def _read_lines(path: Path, source: str) -> Iterator[Question]:
     read: Callable[[Mapping[str, Any], str, int], Question | None] | None = None
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for at, line in enumerate(file):
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.decode("utf-8"))
                 if not isinstance(row, dict):
                     raise ValueError("a line must be a JSON object")
                 if read is None:

@@ -53,6 +53,12 @@ def test_a_folder_without_prompts_says_what_it_looked_for(tmp_path):
         read_questions(tmp_path)
 
 
+def test_a_file_that_is_not_utf8_is_named(tmp_path):
+    (tmp_path / "q.jsonl").write_bytes('{"prompt": "Grüße"}\n'.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"q\.jsonl line 1 must have .*utf-8"):
+        read_questions(tmp_path)
+
+
 @pytest.mark.parametrize(
     "second", ['{"question_id": 1, "category": "qa"}', "{", "[1]", '{"question_id": 1, "category": "qa", "turns": []}']
 )
