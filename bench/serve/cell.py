@@ -137,13 +137,14 @@ class CellRunner:
         run.answers.append(answer)
         try:
             while True:
-                result = await self._client.stream(request)
+                result = await self._client.stream(request, answer.result)
                 is_refused = result.kind == REFUSED
                 answer.num_refused += is_refused
                 if not is_refused or answer.num_refused >= self._num_tries:
                     break
                 wait = min(max(result.retry_after_s or 2.0 ** (answer.num_refused - 3), _MIN_WAIT_S), _MAX_WAIT_S)
                 answer.waited_s += wait
+                answer.result = StreamResult(request=request, began_s=due_s)  # its end is open again
                 await asyncio.sleep(wait)
         finally:
             self._in_flight -= 1

@@ -125,9 +125,13 @@ class StreamClient:
         self._http, self._is_chat, self._features, self._timer = http, is_chat, features, timer
         self._extra, self._names_buckets = extra or {}, names_buckets
 
-    async def stream(self, request: StreamRequest) -> StreamResult:
-        """One streamed answer; never raises for what a server or the network does, `problem` says it."""
-        result = StreamResult(request=request, began_s=self._timer())
+    async def stream(self, request: StreamRequest, result: StreamResult | None = None) -> StreamResult:
+        """One streamed answer; never raises for what a server or the network does, `problem` says it.
+
+        result: a new one to be filled, so that who gives the answer up has what came of it.
+        """
+        result = result or StreamResult(request=request, began_s=0.0)
+        result.began_s = self._timer()
         try:
             await self._read(request, result)
         except httpx.TimeoutException as e:

@@ -222,7 +222,9 @@ def test_a_silent_stream_is_a_timeout_and_a_stream_without_end_is_given_up(fault
     assert (run.answers[0].result.problem or "").startswith("timeout")
     began = time.perf_counter()
     run = _cell(faulty[0], ["whole", "silent"], timeout_s=20.0, drain_s=0.3)
-    assert (run.answers[1].result.problem or "").startswith("unfinished") and time.perf_counter() - began < 10
+    open_still = run.answers[1].result
+    assert (open_still.problem or "").startswith("unfinished") and time.perf_counter() - began < 10
+    assert open_still.text == "a" and len(open_still.arrivals) == 1 and open_still.ttft_s is not None, "it came in time"
 
 
 def test_a_refusal_is_waited_out_for_as_long_as_it_asks(faulty):
