@@ -68,7 +68,8 @@ def run_forward_bench(options: ForwardOptions, console: Console) -> dict[str, An
     before, cells = torch.get_num_threads(), []
     with progress(console, "forwards", len(options.models) * len(options.threads)) as bar:
         for name in options.models:
-            models = [RandomModel(SHAPES[name], DTYPES[dtype]) for dtype in options.dtypes]
+            most = max(options.contexts) + max(options.rows)
+            models = [RandomModel(SHAPES[name], DTYPES[dtype], num_positions=most) for dtype in options.dtypes]
             for num_threads in options.threads:
                 bar.name(f"{name}, {num_threads} threads")
                 torch.set_num_threads(num_threads)
@@ -85,8 +86,10 @@ def run_forward_bench(options: ForwardOptions, console: Console) -> dict[str, An
 class RandomModel:
     """A decoder of some sizes with random weights, its K/V, and forwards of any batch."""
 
-    def __init__(self, shape: Shape, dtype: torch.dtype) -> None:
+    def __init__(self, shape: Shape, dtype: torch.dtype, *, num_positions: int) -> None:
+        """num_positions: of a request's tokens, at most; the compiled forward reads the angles of each unchecked."""
         s, self.shape = shape, shape
+        self.rope = torch.rand(num_positions, s.head_dim)
         width, inner = s.heads * s.head_dim, 2 * s.kv_heads * s.head_dim
         self.number_type = torch.float32 if dtype == torch.float32 else torch.bfloat16
 
@@ -111,7 +114,7 @@ class RandomModel:
         isa = choose_isa()
         assert isa is not None
         self.decoder = NativeDecoder(
-            layers=layers, head=head, final_norm=ones, num_logits=s.vocab_size, rope=torch.rand(16384, s.head_dim),
+            layers=layers, head=head, final_norm=ones, num_logits=s.vocab_size, rope=self.rope,
             embedding=torch.rand(s.vocab_size, s.hidden_size).to(self.number_type), num_heads=s.heads,
             num_kv_heads=s.kv_heads, head_dim=s.head_dim, eps=1e-6, scale=s.head_dim**-0.5, isa=isa,
         )  # fmt: skip

@@ -66,6 +66,22 @@ def test_the_speed_of_reading_a_context_is_that_of_the_time_it_adds(tmp_path, mo
         assert deep["kv_over_copy"] is None  # no time that a reading speed could be taken from
 
 
+@pytest.mark.skipif(choose_isa() is None, reason="needs the compiled library")
+def test_every_position_has_its_angles(monkeypatch):
+    """The compiled forward reads them unchecked: beyond the table lies whatever memory holds."""
+    asked = []
+
+    def forward_s(model, pool, rows, context, batch):
+        asked.append((context + rows, len(model.rope)))
+        return 1.0
+
+    monkeypatch.setattr(forward, "memory_s", lambda *_: (1.0, 1.0))
+    monkeypatch.setattr(forward.RandomModel, "forward_s", forward_s)
+    words = ["--models", "7m", "--rows", "1,9", "--contexts", "10,20000", "--repeats", "2"]
+    assert RUN.invoke(app, ["bench", "forward", *words]).exit_code == 0
+    assert max(most for most, _ in asked) == 20009 and all(most <= angles for most, angles in asked)
+
+
 def test_without_the_library_it_says_how_to_build_it(monkeypatch):
     monkeypatch.setenv(ISA_VARIABLE, "none")
     result = RUN.invoke(app, ["bench", "forward"])
