@@ -83,18 +83,19 @@ def _device_facts(device: torch.device) -> dict[str, Any]:
     free, total = torch.cuda.mem_get_info(device)
     return {
         "type": "cuda", "name": found.name, "capability": f"{found.major}.{found.minor}", "memory_bytes": total,
-        "free_bytes": free, "num_multiprocessors": found.multi_processor_count, "cuda": torch.version.cuda, "driver": _driver(),
+        "free_bytes": free, "num_multiprocessors": found.multi_processor_count, "cuda": torch.version.cuda, "driver": driver_version(),
         "has_c_compiler": any(map(shutil.which, ("cc", "gcc", "clang"))),  # Triton compiles its launchers with it
     }  # fmt: skip
 
 
-def _driver() -> str | None:
-    """The driver's version; None where its tool is not there."""
+def driver_version() -> str | None:
+    """The driver's version; None where its tool is not there or fails, which it says where the version would stand."""
     try:
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip() or None
-    except (OSError, subprocess.TimeoutExpired):
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
         return None
+    return next(iter(found.stdout.split()), None)  # a line for each GPU
 
 
 def kernels(check: Check) -> None:
@@ -148,8 +149,9 @@ def kernel_errors(name: str, shape: Shape, bench: Bench) -> dict[str, Any]:
         if not expected.is_floating_point():
             num_different += int((got != expected).sum())
             continue
-        finite = expected.isfinite()
+        finite, infinite = expected.isfinite(), expected.isinf()
         num_different += int((got.isfinite() != finite).sum())
+        num_different += int((got.double() != expected.double())[infinite & ~got.isfinite()].sum())
         difference = (got.double() - expected.double())[finite]
         scale = expected.double()[finite].norm().clamp_min(1e-30)
         worst = max(worst, float(difference.norm() / scale))

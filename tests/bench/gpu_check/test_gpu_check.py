@@ -1,7 +1,9 @@
 """The GPU check runs on a bare machine, survives every stage that ends badly, and keeps to its budget."""
 
 import dataclasses
+import functools
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,7 +16,7 @@ import torch
 from torch.autograd import DeviceType
 
 from paceline.bench.gpu_check.__main__ import main
-from paceline.bench.gpu_check.forwards import CHAIN, MAX_ERROR, OPTIONAL, kernel_errors, outcomes
+from paceline.bench.gpu_check.forwards import CHAIN, MAX_ERROR, OPTIONAL, driver_version, kernel_errors, outcomes
 from paceline.bench.gpu_check.measure import NO_EVENTS, CaptureLog, alternating, device_figures, union
 from paceline.bench.gpu_check.stages import NO_GPU, STAGES, SUMMARY, TIMES, CheckOptions, run_stages, table
 from paceline.bench.shapes.kernel_cases import CASES, Bench
@@ -280,6 +282,37 @@ def test_a_wrong_kernel_is_found(name):
         found = kernel_errors(name, shape, Bench(device=torch.device("cpu"), dtype=torch.bfloat16, kernels=kernels))
         assert found["is_right"] == is_right
         assert (found["relative_error"] <= MAX_ERROR and found["num_different"] == 0) == is_right
+
+
+def test_a_kernel_that_gives_nan_for_an_infinite_number_is_wrong():
+    shape = dataclasses.replace(MODELS["qwen3-8b"], context=64, requests=16, nodes=4).scaled_down()
+    right = select_kernels("cpu", "reference")
+
+    def topk_lse(logits, k, value):
+        values, ids, lse = right.topk_lse(logits, k)
+        values[0, -1] = value
+        return values, ids, lse
+
+    cpu = torch.device("cpu")
+    for value, is_right in ((-math.inf, True), (math.nan, False), (math.inf, False)):
+        exact = dataclasses.replace(right, topk_lse=functools.partial(topk_lse, value=-math.inf))
+        kernels = dataclasses.replace(right, topk_lse=functools.partial(topk_lse, value=value))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("paceline.kernels.dispatch.select_kernels", lambda *_, exact=exact: exact)
+            found = kernel_errors("topk_lse", shape, Bench(device=cpu, dtype=torch.bfloat16, kernels=kernels))
+        assert found["is_right"] == is_right, value
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "version"),
+    [(0, "550.54\n550.54\n", "550.54"), (9, "NVIDIA-SMI has failed because it couldn't communicate", None)],
+)
+def test_a_driver_tool_that_fails_tells_no_version(tmp_path, monkeypatch, code, said, version):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\ncat <<'END'\n{said}\nEND\nexit {code}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert driver_version() == version
 
 
 def event(name, kind, start, end):
