@@ -149,21 +149,37 @@ def read_questions(data: Path | None) -> dict[str, list[Question]]:
 
 
 # ---- formats: (keys of a line, reader of a line); the first that fits counts ------------------------------------------
+def _text(value: Any, name: str) -> str:
+    """A text of whole characters. Raises: ValueError."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be a text")
+    value.encode()  # refuses half a surrogate pair
+    return value
+
+
+def _content(value: Any) -> str:
+    """The text of a message: of its parts, '' of one that only calls functions. Raises: ValueError."""
+    if isinstance(value, list):
+        return "".join(_text(part["text"], "a part of content") for part in value)
+    return "" if value is None else _text(value, "content")
+
+
 def _spec_bench(row: Mapping[str, Any], source: str, at: int) -> Question:
-    turns = tuple(row["turns"])
-    if not turns or not all(isinstance(t, str) for t in turns):
+    turns = tuple(_text(turn, "each of turns") for turn in row["turns"])
+    if not turns:
         raise ValueError("turns must be texts, at least one")
     return Question(question_id=str(row["question_id"]), category=str(row["category"]), turns=turns, source=source)
 
 
 def _humaneval(row: Mapping[str, Any], source: str, at: int) -> Question:
     return Question(
-        question_id=str(row["task_id"]), category="humaneval", turns=(row["prompt"],), source=source, is_completion=True
-    )
+        question_id=str(row["task_id"]), category="humaneval", turns=(_text(row["prompt"], "prompt"),), source=source,
+        is_completion=True,
+    )  # fmt: skip
 
 
 def _gsm8k(row: Mapping[str, Any], source: str, at: int) -> Question:
-    return Question(question_id=f"gsm8k-{at}", category="gsm8k", turns=(row["question"],), source=source)
+    return Question(question_id=f"gsm8k-{at}", category="gsm8k", turns=(_text(row["question"], "question"),), source=source)  # fmt: skip
 
 
 def _dialogue(row: Mapping[str, Any], source: str, at: int) -> Question | None:
@@ -174,14 +190,14 @@ def _dialogue(row: Mapping[str, Any], source: str, at: int) -> Question | None:
     if not users:
         return None
     own = row["turns"][: users[len(users) // 2] + 1]
-    messages = tuple(("user" if who == "U" else "assistant", str(text)) for who, text in own)
+    messages = tuple(("user" if who == "U" else "assistant", _text(text, "text")) for who, text in own)
     turns = tuple(text for role, text in messages if role == "user")
     return Question(question_id=str(row["id"]), category="dialogue", turns=turns, source=source, messages=messages)
 
 
 def _messages(row: Mapping[str, Any], source: str, at: int) -> Question | None:
     """The conversation up to its last user message."""
-    pairs = [(str(m["role"]), str(m["content"])) for m in row["messages"]]
+    pairs = [(str(m["role"]), _content(m.get("content"))) for m in row["messages"]]
     while pairs and pairs[-1][0] != "user":
         pairs.pop()
     if not pairs:
@@ -195,9 +211,8 @@ def _messages(row: Mapping[str, Any], source: str, at: int) -> Question | None:
 
 def _prompt(row: Mapping[str, Any], source: str, at: int) -> Question:
     name = str(row.get("id", f"{Path(source).stem}-{at}"))
-    if not isinstance(row["prompt"], str):
-        raise ValueError("prompt must be a text")
-    return Question(question_id=name, category=_category(row, source), turns=(row["prompt"],), source=source)
+    turns = (_text(row["prompt"], "prompt"),)
+    return Question(question_id=name, category=_category(row, source), turns=turns, source=source)
 
 
 def _category(row: Mapping[str, Any], source: str) -> str:
@@ -229,7 +244,7 @@ def _read_lines(path: Path, source: str) -> Iterator[Question]:
                     if read is None or (read is _gsm8k and "train" in path.stem):
                         return
                 question = read(row, source, at)
-            except (ValueError, KeyError, TypeError) as e:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
                 raise ConfigError(f"{path} line {at + 1} must have the format of the first line: {e}") from e
             if question is not None:
                 yield question

@@ -53,6 +53,27 @@ def test_a_folder_without_prompts_says_what_it_looked_for(tmp_path):
         read_questions(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"task_id": "a", "prompt": 5}', '{"question": 7, "answer": "x"}', '{"prompt": "a\\ud800b"}', '{"messages": ["hi"]}',
+        '{"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}',
+    ],
+)  # fmt: skip
+def test_what_is_no_text_is_refused_before_anything_is_asked(tmp_path, line):
+    (tmp_path / "q.jsonl").write_text(line + "\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"q\.jsonl line 1 must have the format"):
+        read_questions(tmp_path)
+
+
+def test_a_message_is_the_text_of_its_parts_and_one_without_has_none(tmp_path):
+    parts = [{"type": "text", "text": "Two "}, {"type": "text", "text": "lattes"}]
+    call = {"role": "assistant", "content": None, "tool_calls": []}
+    write(tmp_path, "chat.jsonl", {"messages": [{"role": "user", "content": "Hi"}, call, {"role": "user", "content": parts}]})  # fmt: skip
+    (found,) = read_questions(tmp_path)["chat"]
+    assert found.messages == (("user", "Hi"), ("assistant", ""), ("user", "Two lattes"))
+
+
 def test_a_file_that_is_not_utf8_is_named(tmp_path):
     (tmp_path / "q.jsonl").write_bytes('{"prompt": "Grüße"}\n'.encode("latin-1"))
     with pytest.raises(ConfigError, match=r"q\.jsonl line 1 must have .*utf-8"):
