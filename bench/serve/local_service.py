@@ -20,7 +20,7 @@ import httpx
 from rich.console import Console
 
 from paceline.bench.common.workloads import BUNDLED_BUCKETS
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
 from paceline.machine import free_port
 from paceline.records import DataFolder, JsonFile, Setting, record, require
 
@@ -48,6 +48,10 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         require(self.url.startswith(("http://", "https://")), "url must begin with http:// or https://", self.url)
+        try:
+            httpx.URL(self.url)
+        except httpx.InvalidURL as e:
+            raise ConfigError(f"url must be an address, got {self.url!r}: {e}") from e
 
     @contextmanager
     def server(self, console: Console) -> Iterator[str]:

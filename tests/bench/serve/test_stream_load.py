@@ -77,6 +77,7 @@ def test_a_sound_server_is_clean(url, tmp_path, route):
     ("arguments", "message"),
     [
         (["--url", "http://127.0.0.1:9"], "start one with `paceline serve`"),
+        (["--url", "http://[::1"], "url must be an address, got 'http://[::1'"),
         (["--url", "localhost:8000"], "url must begin with http"),
         (["--clients", "0"], "clients must be in"),
         (["--minutes", "0"], "minutes must be > 0"),
