@@ -188,7 +188,7 @@ def build_workloads(options: BenchOptions, target: TargetModel) -> tuple[list[Wo
     """The workloads of all buckets, and why buckets that were not asked for by name were left out."""
     questions = read_questions(options.data)
     wants_all = ALL in options.buckets
-    names = [*questions, RANDOM] if wants_all else list(options.buckets)
+    names = [*questions, RANDOM] if wants_all else list(dict.fromkeys(options.buckets))
     strange = [n for n in names if n not in questions and n != RANDOM]
     if strange:
         raise ConfigError(f"buckets must be among {', '.join(questions)}, {RANDOM}, {ALL}, got {strange[0]!r}")
@@ -215,7 +215,7 @@ def build_workloads(options: BenchOptions, target: TargetModel) -> tuple[list[Wo
         lengths = sorted(len(p) for w in out for p in w.prompts)
         middle = lengths[len(lengths) // 2] if lengths else RANDOM_PROMPT_TOKENS
         out.append(random_workload(target, RANDOM, num_tokens=middle, count=count, seed=options.seed))
-    for num_tokens in options.input_tokens:
+    for num_tokens in dict.fromkeys(options.input_tokens):
         out += load_workloads(target, questions, num_tokens=num_tokens, count=count, seed=options.seed)
         out.append(random_workload(target, f"{RANDOM}-{num_tokens}", num_tokens=num_tokens, count=count, seed=options.seed))  # fmt: skip
     if not out:

@@ -118,9 +118,9 @@ class TurnOptions:
     def cells(
         self, buckets: Iterable[Bucket], groups_of: Callable[[Bucket, int, float], list[BenchGroup]]
     ) -> list[list[BenchGroup]]:
-        """The groups of every (bucket, batch, temperature)."""
-        batches = sorted(set(self.batches))
-        return [groups_of(*cell) for cell in itertools.product(buckets, batches, self.temperatures)]
+        """The groups of every (bucket, batch, temperature), each once."""
+        places = itertools.product(buckets, sorted(set(self.batches)), dict.fromkeys(self.temperatures))
+        return [groups_of(*cell) for cell in places]
 
     def shortened(self: Own, **small: Any) -> Own:
         """A run on the same code path, too short for conclusions: `small` where options were left at their defaults."""
@@ -262,7 +262,7 @@ def run_engine_bench(options: EngineBenchOptions, console: Console) -> dict[str,
             row |= {"peers": {n: lossless_row(groups, timings, checker, 0, n) for n in peers}} if peers else {}
         return {**row, "memory": _memory(arms, device)}
 
-    cells = run_cells(options, options.cells(options.buckets, groups_of), arms, row_of, result, console)
+    cells = run_cells(options, options.cells(prompts, groups_of), arms, row_of, result, console)
     document = result.close(crossovers=crossovers(cells), summary=overall_verdict(cells))
     console.print(cells_table(cells))
     console.print(rounds_table(cells))

@@ -130,7 +130,8 @@ class PeersOptions:
 
     def cells(self) -> list[dict[str, Any]]:
         """Workload, temperature and concurrency of every cell."""
-        places = itertools.product(dict.fromkeys(self.buckets), self.temperatures, sorted(set(self.concurrencies)))
+        buckets, temperatures = dict.fromkeys(self.buckets), dict.fromkeys(self.temperatures)
+        places = itertools.product(buckets, temperatures, sorted(set(self.concurrencies)))
         return [dict(zip(("workload", "temperature", "concurrency"), place, strict=True)) for place in places]
 
 

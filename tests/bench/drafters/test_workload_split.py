@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from paceline.bench.common.workloads import Question
+from paceline.bench.drafters.run import BenchOptions, build_workloads
 from paceline.bench.drafters.workload_split import (
     domain_workload,
     load_workloads,
@@ -111,3 +112,9 @@ def test_random_prompts_hold_no_end_token(target):
     got = random_workload(target, "random-9", num_tokens=9, count=200, seed=0)
     assert {len(p) for p in got.prompts} == {9} and EOS_ID not in {t for p in got.prompts for t in p}
     assert got.kind == "random" and len({t for p in got.prompts for t in p}) == 63
+
+
+def test_a_bucket_that_is_named_twice_counts_once(target):
+    options = BenchOptions(buckets=("tools", "random", "tools"), num_prompts=2, batches=(1,), max_tokens=8)
+    workloads, _ = build_workloads(options, target)
+    assert [w.name for w in workloads] == ["tools", "random"]

@@ -89,6 +89,12 @@ def test_quick_shrinks_what_was_not_asked_for_and_nothing_else():
     assert small.temperatures == (0.0,) and small.buckets == ("tools",) and small.num_groups(2) == 4
 
 
+def test_what_is_named_twice_is_one_cell():
+    options = EngineBenchOptions(batches=(2, 2), temperatures=(0.0, 0.0, 0.8))
+    cells = options.cells(("tools",), lambda *cell: [cell])
+    assert cells == [[("tools", 2, 0.0)], [("tools", 2, 0.8)]]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to run it on")
 def test_large_shapes_are_refused_without_a_gpu():
     result = RUN.invoke(app, ["bench", "engine", "--shapes", "qwen3-8b"])

@@ -87,7 +87,7 @@ def test_options_that_cannot_be_met_are_refused_before_anything_starts(model, tm
 
 
 def test_cells_are_every_workload_temperature_and_number_of_clients():
-    cells = PeersOptions(buckets=("chat", "code"), temperatures=(0.0,), concurrencies=(4, 1)).cells()
+    cells = PeersOptions(buckets=("chat", "code"), temperatures=(0.0, 0.0), concurrencies=(4, 1)).cells()
     assert [tuple(c.values()) for c in cells] == [("chat", 0.0, 1), ("chat", 0.0, 4), ("code", 0.0, 1), ("code", 0.0, 4)]  # fmt: skip
 
 
