@@ -304,7 +304,8 @@ class TransformersArm:
         length, device = max(len(p) for p in prompts), self._model.device
         ids = torch.tensor([[self._pad] * (length - len(p)) + list(p) for p in prompts], device=device)
         mask = torch.tensor([[0] * (length - len(p)) + [1] * len(p) for p in prompts], device=device)
-        options: dict[str, Any] = {"do_sample": params.temperature > 0}
+        # what the checkpoint's generation_config.json asks for beside the settings of a request holds for no other arm
+        options: dict[str, Any] = {"do_sample": params.temperature > 0, "repetition_penalty": 1.0}
         if params.ignore_eos:
             options["min_new_tokens"] = params.max_tokens
         if params.temperature > 0:

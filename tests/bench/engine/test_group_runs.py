@@ -1,10 +1,20 @@
 """Claims of bench/engine/arms.py."""
 
-from paceline.bench.engine.arms import EngineArm, GroupTiming, make_groups, new_engine, run_alternating
+import pytest
+
+from paceline.bench.common.lossless import greedy_tokens
+from paceline.bench.engine.arms import (
+    EngineArm,
+    GroupTiming,
+    TransformersArm,
+    make_groups,
+    new_engine,
+    run_alternating,
+)
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
 from paceline.serving.drafters.text import make_text_drafter
-from tests.helpers.fakes import tiny_target
+from tests.helpers.fakes import tiny_model, tiny_target
 
 
 class Recorder:
@@ -50,3 +60,13 @@ def test_no_cell_drafts_from_the_answers_of_another():
     first, again = ([arm.run(g) for g in groups(2, bucket=bucket, **alike)] for bucket in "ab")
     assert [r.token_ids for r in first] == [r.token_ids for r in again]
     assert [r.num_accepted_tokens for r in first] == [r.num_accepted_tokens for r in again]
+
+
+@pytest.mark.parametrize("lookup", [False, True])
+def test_a_penalty_of_the_checkpoint_does_not_change_what_transformers_decodes(lookup):
+    model = tiny_model("llama", vocab=64, layers=2, width=16).eval()
+    model.generation_config.repetition_penalty = 3.0
+    alone = {"bucket": "b", "batch": 1, "group_size": 1, "temperature": 0.0, "max_tokens": 24, "seed": 0}
+    (group,) = make_groups([(5, 9, 7)], ignore_eos=True, **alone)
+    (text,) = TransformersArm("transformers", model, 0, lookup=lookup).run(group).token_ids
+    assert list(text) == greedy_tokens(model, group.prompts[0], 24)
