@@ -199,7 +199,7 @@ def parse_log(data: bytes, path: str) -> ServiceLog:
                 finished[run, result.job_id] = done
         except ConfigError:
             raise
-        except (ValueError, KeyError, TypeError) as e:  # msgspec.ValidationError is a ValueError
+        except (ValueError, KeyError, TypeError, RecursionError) as e:  # msgspec.ValidationError is a ValueError
             reason = " ".join(str(e).split())
             raise ConfigError(f"log {path} line {number} is damaged ({reason}); delete the line or copy the log again") from e  # fmt: skip
     epochs, results = sorted(measured.values(), key=lambda e: e.end), list(finished.values())

@@ -71,7 +71,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise ConfigError(f"{path} must be a readable file: {e.strerror}") from e
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ConfigError(f"{path} must be a JSON document of a benchmark: {e}") from e
 
 

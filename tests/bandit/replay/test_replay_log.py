@@ -118,9 +118,10 @@ def test_a_torn_last_line_is_left_out_and_a_damaged_one_is_named(served, tmp_pat
     assert len(read_log(torn).epochs) == len(read_log(served[0]).epochs)
     lines = data.splitlines(keepends=True)
     damaged = tmp_path / "damaged.jsonl"
-    damaged.write_bytes(b"".join([*lines[:2], b'{"kind": "feedback", "start": "soon"}\n', *lines[2:]]))
-    with pytest.raises(ConfigError, match="line 3 is damaged"):
-        read_log(damaged)
+    for line in (b'{"kind": "feedback", "start": "soon"}\n', b'{"kind": "note", "a": ' + b"[" * 200_000 + b"\n"):
+        damaged.write_bytes(b"".join([*lines[:2], line, *lines[2:]]))
+        with pytest.raises(ConfigError, match="line 3 is damaged"):
+            read_log(damaged)
 
 
 @pytest.mark.parametrize("first", [b'{"prompt": "a"}', b"[1]", b"7"])

@@ -95,9 +95,10 @@ def test_the_command_writes_beside_the_result_and_never_over_it(tmp_path):
         SummaryOptions(result=result, out=result)
     with pytest.raises(ConfigError, match="not a part or a summary"):
         run_summary(SummaryOptions(result=out, out=tmp_path / "again.json"), console)
-    (tmp_path / "torn.json").write_text('{"cells": [')
-    with pytest.raises(ConfigError, match="must be a JSON document"):
-        run_summary(SummaryOptions(result=tmp_path / "torn.json", out=out), console)
+    for text in ('{"cells": [', "[" * 200_000):
+        (tmp_path / "torn.json").write_text(text)
+        with pytest.raises(ConfigError, match="must be a JSON document"):
+            run_summary(SummaryOptions(result=tmp_path / "torn.json", out=out), console)
 
 
 def test_the_kept_results_are_summaries_and_small():
