@@ -33,6 +33,8 @@ RAW_BELOW = {
     "decisions": frozenset({"context"}),
 }
 """Key -> keys left out below it: what the ratios, shares and reasons beside them say already."""
+_BY_NAME = frozenset(("workloads", "by_bucket"))
+"""Keys whose values are by bucket, which may be called as anything."""
 _EPOCH_S = 1e9
 """From here on a number is a time since the epoch, which is kept whole."""
 NUM_DIGITS = 4
@@ -54,9 +56,12 @@ def summary_of(document: dict[str, Any]) -> dict[str, Any]:
     return {**_tables(kept), "is_summary": True}
 
 
-def _without_raw(value: Any, raw: frozenset[str]) -> Any:
+def _without_raw(value: Any, raw: frozenset[str], *, is_by_name: bool = False) -> Any:
     if isinstance(value, dict):
-        return {k: _without_raw(v, raw | RAW_BELOW.get(k, frozenset())) for k, v in value.items() if k not in raw}
+        return {
+            k: _without_raw(v, raw | RAW_BELOW.get(k, frozenset()), is_by_name=k in _BY_NAME and not is_by_name)
+            for k, v in value.items() if is_by_name or k not in raw
+        }  # fmt: skip
     if isinstance(value, list):
         return [_without_raw(part, raw) for part in value]
     if isinstance(value, float) and abs(value) < _EPOCH_S:

@@ -101,6 +101,13 @@ def test_the_command_writes_beside_the_result_and_never_over_it(tmp_path):
             run_summary(SummaryOptions(result=tmp_path / "torn.json", out=out), console)
 
 
+def test_a_bucket_may_be_called_as_raw_rows_are():
+    """As one of a file examples.jsonl is."""
+    facts = {"num_prompts": 3, "ids": ["a", "b", "c"]}
+    found = summary_of({"workloads": {"examples": facts, "tools": facts}, "examples": ["x"]})
+    assert found == {"workloads": {"examples": {"num_prompts": 3}, "tools": {"num_prompts": 3}}, "is_summary": True}
+
+
 def test_the_kept_results_are_summaries_and_small():
     files = sorted(RESULTS.glob("*.json"))
     assert files and all(json.loads(f.read_text(encoding="utf-8"))["is_summary"] for f in files)
