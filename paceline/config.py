@@ -599,7 +599,7 @@ def with_environment(config: ServiceConfig) -> ServiceConfig:
 
     Raises: ConfigError when such a file cannot be read.
     """
-    return override(config, {name: getattr(config, name) or _from_outside(var) for name, var in VARIABLES.items()})
+    return override(config, {name: getattr(config, name) or from_environment(var) for name, var in VARIABLES.items()})
 
 
 def with_absolute_paths(config: ServiceConfig) -> ServiceConfig:
@@ -616,7 +616,7 @@ def with_absolute_paths(config: ServiceConfig) -> ServiceConfig:
     return override(config, {name: str(Path(value).absolute()) for name, value in is_given.items()})
 
 
-def _from_outside(variable: str) -> str | None:
+def from_environment(variable: str) -> str | None:
     """Value of a variable, else of the file that VARIABLE_FILE names, as secrets are mounted; None = neither."""
     path = os.environ.get(f"{variable}_FILE")
     if os.environ.get(variable) or not path:

@@ -51,6 +51,14 @@ class Options:
     hidden: int = 3
 
 
+@record()
+class Secrets:
+    """Options that the environment may give."""
+
+    token: A[str | None, Setting("Whose.", env=("PACELINE_A", "PACELINE_B"))] = None
+    address: A[str | None, Setting("Of another's.", env="RAY_X")] = None
+
+
 def play(*words: str) -> Options:
     """The record of a command line."""
     seen: list[Options] = []
@@ -291,3 +299,25 @@ def test_a_file_that_fails_is_one_sentence(tmp_path, monkeypatch, capsys):
         main()
     said = capsys.readouterr().err
     assert end.value.code == 2 and said.startswith("error: ") and said.endswith("controller.msgpack: Is a directory\n")
+
+
+def test_a_variable_of_ours_may_name_a_file_for_every_command(monkeypatch, tmp_path):
+    seen: list[Secrets] = []
+    small = typer.Typer()
+
+    @command(small, "play", f"{__name__}:Secrets")
+    def run(options, console) -> None:
+        """Play."""
+        seen.append(options)
+
+    (tmp_path / "b").write_text("of the file\n", encoding="utf-8")
+    for name in ("PACELINE_B", "RAY_X"):
+        monkeypatch.setenv(f"{name}_FILE", str(tmp_path / "b"))
+    assert RUN.invoke(small, []).exit_code == 0 and RUN.invoke(small, ["--token", "typed"]).exit_code == 0
+    monkeypatch.setenv("PACELINE_B", "of the variable")
+    assert RUN.invoke(small, []).exit_code == 0
+    assert [(o.token, o.address) for o in seen] == [("of the file", None), ("typed", None), ("of the variable", None)]
+    monkeypatch.delenv("PACELINE_B")
+    monkeypatch.setenv("PACELINE_A_FILE", str(tmp_path / "nowhere"))
+    refused = RUN.invoke(small, [])
+    assert isinstance(refused.exception, ConfigError) and "PACELINE_A_FILE" in str(refused.exception)

@@ -112,7 +112,7 @@ class _Option:
     def value(self, given: Any) -> Any:
         """The field's value of what was typed; raises ConfigError."""
         if given is None:
-            return None
+            return None if self.is_change else _of_file(self.setting.env)
         if isinstance(given, Path):
             given = given.expanduser()
         if self.setting.is_output:
@@ -210,6 +210,16 @@ def _nested(kind: type, values: dict[tuple[str, ...], Any]) -> Any:
 
 def _text(value: Any) -> str:
     return str(value).removesuffix(".0") if isinstance(value, float) else str(value)
+
+
+def _of_file(env: str | tuple[str, ...] | None) -> str | None:
+    """The value in the file that VARIABLE_FILE names, for a variable of ours; None where there is none."""
+    ours = [v for v in ((env,) if isinstance(env, str) else env or ()) if v.startswith("PACELINE_")]
+    if not ours:
+        return None
+    from paceline.config import from_environment
+
+    return next((value for v in ours if (value := from_environment(v)) is not None), None)
 
 
 def _envvar(env: str | tuple[str, ...] | None) -> str | list[str] | None:

@@ -74,6 +74,8 @@ def test_logs_of_processes_that_are_gone_are_bounded_and_those_of_live_ones_stay
     newest = [*names[-3:], "replica-r0.log", "replica-r0.log.1"]  # the latter is the newest of all
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*kept, "replica-live.log", *newest])
     live.close()
+    (tmp_path / "replica-live.log.1").mkdir()  # what cannot be deleted is left
+    os.utime(tmp_path / "replica-live.log.1", (1000.0, 1000.0))
     delete_gone_logs(tmp_path, now=1100.0 + log_module.GONE_AFTER_S)
     assert not (tmp_path / "replica-live.log").exists()
 
