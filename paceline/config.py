@@ -662,7 +662,12 @@ def _number(name: str, default: int) -> int:
 
 def load_config(path: str | Path) -> ServiceConfig:
     """Read a YAML service configuration; raises ConfigError with the offending key."""
-    return build(ServiceConfig, read_yaml(path, "configuration") or {})
+    return build(ServiceConfig, _file_values(path))
+
+
+def _file_values(path: str | Path) -> Any:
+    """What stands in a YAML service configuration."""
+    return read_yaml(path, "configuration") or {}
 
 
 def load_token_file(path: str | Path) -> TokenFile:
@@ -758,10 +763,10 @@ class ServeOptions:
 
     def service(self) -> ServiceConfig:
         """What is to be served. Raises: ConfigError."""
-        base, changes = load_config(self.config) if self.config else ServiceConfig(), dict(self.changes)
-        has_drafter = self.config is not None and "drafter" in (read_yaml(self.config, "configuration") or {})
+        values, changes = _file_values(self.config) if self.config else {}, dict(self.changes)
+        base = build(ServiceConfig, values)
         model = changes.get("model", base.model)
-        is_open = base.drafter == "bundled" and ("model" in changes or not has_drafter)
+        is_open = base.drafter == "bundled" and ("model" in changes or "drafter" not in values)
         if model != "bundled" and "drafter" not in changes and is_open:
             changes["drafter"] = default_drafter(model)
             if base.engine.tree.mix == "none":

@@ -167,6 +167,12 @@ def settings(kind: type) -> dict[str, tuple[Any, Setting]]:
     return out
 
 
+def changed(values: Any) -> set[str]:
+    """Names of the fields of a record that are not at their defaults; every field must have one."""
+    usual = type(values)()
+    return {f.name for f in dataclasses.fields(values) if getattr(values, f.name) != getattr(usual, f.name)}
+
+
 _TYPES = {"int": "int", "float": "float", "string": "str", "bool": "bool", "tuple": "a list", "dict": "a mapping", "dataclass": "a mapping"}  # fmt: skip
 
 

@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
+
+
+def combined(found: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """(mean, standard error) of independent estimates, one or more, each with its standard error: by their precisions."""
+    precision = sum(1.0 / se**2 for _, se in found)
+    return sum(v / se**2 for v, se in found) / precision, math.sqrt(1.0 / precision)
 
 
 class RatioSums(msgspec.Struct):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import msgspec
 
 from paceline.bandit.beliefs.observation import BucketObservation
-from paceline.bandit.beliefs.ratio import RatioSums
+from paceline.bandit.beliefs.ratio import RatioSums, combined
 from paceline.contracts import TrainResult
 
 HALF_LIFE_S = 300.0
@@ -98,10 +98,7 @@ class ScoreTable(msgspec.Struct):
         if score.shadow is not None and (calibration := self._calibration(bucket)) is not None:
             value = score.shadow * calibration
             found.append((value, value * max(SCORE_SD / math.sqrt(max(score.shadow_requests, 1)), 0.03)))
-        if not found:
-            return None
-        precision = sum(1.0 / se**2 for _, se in found)
-        return sum(v / se**2 for v, se in found) / precision, math.sqrt(1.0 / precision)
+        return combined(found) if found else None
 
     def best_of(self, bucket: str, versions: Iterable[str]) -> float:
         """Highest acceptance length believed of any of `versions` on a bucket, 0 when none is known."""

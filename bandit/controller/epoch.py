@@ -10,6 +10,7 @@ from paceline.bandit.beliefs.belief import ACTIVE_SHARE, STEADY, BucketBelief, B
 from paceline.bandit.beliefs.gain_model import further_share
 from paceline.bandit.beliefs.interference import Slowdown
 from paceline.bandit.beliefs.observation import BucketObservation, HostContext, close
+from paceline.bandit.beliefs.ratio import combined
 from paceline.bandit.beliefs.recall import MANIFEST_REQUESTS, SCORE_SD
 from paceline.bandit.beliefs.regime import BucketRegime, MixRegime
 from paceline.bandit.controller.state import ControllerState
@@ -188,7 +189,9 @@ def bucket_beliefs(state: ControllerState, config: PolicyConfig, context: HostCo
         if token_s is None or round_s is None:
             continue
         seen, undrafted = state.table.estimate(name, version), _undrafted_length(round_s, meter.plain_token_s())
-        length = _blended(seen, undrafted) if seen is not None and meter.is_resting() else seen or undrafted
+        # Where drafting rests, what a few rounds said is held against the engine's finding that it does not pay. Else a class that
+        # had other text, or luck with its first requests, would be thought to be near the length at which it does as long as it rests.
+        length = combined((seen, undrafted)) if seen and undrafted and meter.is_resting() else seen or undrafted
         if length is None:
             continue
         usable, fresh = rows_of(state, context, name)
@@ -222,17 +225,6 @@ def _undrafted_length(round_s: float, plain_token_s: float | None) -> tuple[floa
         return None
     spread = max(round_s / plain_token_s - 1.0, 0.0)
     return 1.0 + spread / 2, max(spread / math.sqrt(12.0), 0.01)
-
-
-def _blended(seen: tuple[float, float], undrafted: tuple[float, float] | None) -> tuple[float, float]:
-    """(acceptance length, standard error) where drafting rests: what a few rounds said is held against the engine's finding that
-    it does not pay. Without it a class that had other text, or luck with its first requests, is thought to be near the length
-    at which drafting pays for as long as it rests."""
-    if undrafted is None:
-        return seen
-    precisions = seen[1] ** -2, undrafted[1] ** -2
-    total = sum(precisions)
-    return (precisions[0] * seen[0] + precisions[1] * undrafted[0]) / total, total**-0.5
 
 
 APART_Z = 2.0

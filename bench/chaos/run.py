@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import random
 import shlex
 import shutil
@@ -37,7 +36,7 @@ from paceline.infra.service.stop_signals import StopSignals
 from paceline.infra.state.log import configure_logging, quiet_libraries
 from paceline.infra.state.redis_clients import OUTAGE_ERRORS
 from paceline.paths import resolve_drafter, resolve_model
-from paceline.records import HtmlFile, JsonFile, Setting, count, record
+from paceline.records import HtmlFile, JsonFile, Setting, changed, count, record
 
 PROMPTS_PER_BUCKET, MAX_PROMPT_TOKENS = 6, 96
 KV_BYTES = 32 * 2**20
@@ -175,13 +174,13 @@ class ChaosOptions:
             words += ["--kinds", ",".join(self.kinds)]
         if self.is_resuming_answers:
             words.append("--resume-answers")
-        usual = {f.name: f.default for f in dataclasses.fields(self)}
+        given = changed(self)
         for flag, name in (
             ("model", "model"), ("drafter", "drafter"), ("replicas", "num_replicas"), ("concurrency", "width"),
             ("pause", "pause_s"), ("max-tokens", "max_tokens"), ("at-once", "num_at_once"),
         ):  # fmt: skip
-            if (value := getattr(self, name)) != usual[name]:
-                words += [f"--{flag}", f"{value}"]
+            if name in given:
+                words += [f"--{flag}", f"{getattr(self, name)}"]
         if self.disk is not None:
             words += ["--disk", str(self.disk)]
         return f"paceline bench chaos {shlex.join(words)}"

@@ -50,6 +50,7 @@ from paceline.records import (
     Model,
     Setting,
     Threads,
+    changed,
     record,
     require,
     settings,
@@ -124,8 +125,8 @@ class TurnOptions:
 
     def shortened(self: Own, **small: Any) -> Own:
         """A run on the same code path, too short for conclusions: `small` where options were left at their defaults."""
-        default = type(self)()
-        return dataclasses.replace(self, **{k: v for k, v in small.items() if getattr(self, k) == getattr(default, k)})
+        given = changed(self)
+        return dataclasses.replace(self, **{k: v for k, v in small.items() if k not in given})
 
 
 @record()
@@ -196,9 +197,8 @@ class EngineCommand:
                 not self.is_scaled_down, "scale-down must be left out without --shapes, which it makes small", "true"
             )
             return
-        usual = EngineBenchOptions()
-        names = {k: s.name(k) for k, (_, s) in settings(EngineBenchOptions).items() if k not in _OF_SHAPES}
-        unused = [f"--{name}" for k, name in names.items() if getattr(self.options, k) != getattr(usual, k)]
+        given = changed(self.options) - set(_OF_SHAPES)
+        unused = [f"--{s.name(k)}" for k, (_, s) in settings(EngineBenchOptions).items() if k in given]
         if unused:
             raise ConfigError(f"{', '.join(unused)} must be left out with --shapes, which measures rounds of its own")
 

@@ -37,7 +37,7 @@ from paceline.bench.serve.client import StreamRequest
 from paceline.bench.serve.local_service import LOAD, REQUESTS, SERVER
 from paceline.errors import ConfigError
 from paceline.paths import MODEL_NAMES, default_drafter, drafters_for, is_gguf, resolve_model
-from paceline.records import DataFolder, JsonFile, Model, Setting, record, require
+from paceline.records import DataFolder, JsonFile, Model, Setting, changed, record, require
 from paceline.serving.loading.checkpoint import open_checkpoint
 
 __all__ = ["PeersOptions", "has_failed", "run_peers"]
@@ -124,9 +124,8 @@ class PeersOptions:
         """What is measured."""
         if not self.quick:
             return self
-        usual = PeersOptions()
-        short = {k: v for k, v in _QUICK.items() if getattr(self, k) == getattr(usual, k)}
-        return dataclasses.replace(self, quick=False, **short)
+        given = changed(self)
+        return dataclasses.replace(self, quick=False, **{k: v for k, v in _QUICK.items() if k not in given})
 
     def cells(self) -> list[dict[str, Any]]:
         """Workload, temperature and concurrency of every cell."""

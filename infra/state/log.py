@@ -259,7 +259,7 @@ def parsed_line(data: bytes) -> dict[str, Any] | None:
     """A line of the decision log's file; None of one that is damaged."""
     try:
         line = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter of what nests without end
         return None
     return line if isinstance(line, dict) else None
 

@@ -130,6 +130,6 @@ def test_answers_and_health_go_on_while_the_data_folder_hangs(tmp_path):
 
 def test_damaged_lines_of_the_decision_log_are_left_out_whatever_they_are(tmp_path):
     path = tmp_path / "decisions.jsonl"
-    path.write_text('{"log_id": "5-0", "kind": "note"}\n{"log_id": "6-\n17\n[]\n"note"\nnull\n')
+    path.write_text('{"log_id": "5-0", "kind": "note"}\n{"log_id": "6-\n17\n[]\n"note"\nnull\n' + "[" * 100_000 + "\n")
     assert list(LogFile(path).newest_first()) == [{"log_id": "5-0", "kind": "note"}]
     assert LogFile(path).last_id() == "5-0" and log_records(path, "decision") == []

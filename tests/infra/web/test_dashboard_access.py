@@ -6,7 +6,9 @@ import io
 import json
 import logging
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -223,26 +225,33 @@ def give(access: Access, made: Request, name: str = "pin") -> None:
         access.check_command(made)
 
 
+@contextlib.contextmanager
+def logged(folder: Path) -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
+    """Lines that the log and the audit log get in the block, there behind it."""
+    lines, kept = list[dict[str, Any]](), list[dict[str, Any]]()
+    try:
+        configure_logging(file=folder / "all.log", audit_file=folder / "audit.log", to_stderr=False)
+        yield lines, kept
+        for name in ("paceline", "paceline.audit"):
+            for handler in logging.getLogger(name).handlers:
+                handler.flush()
+        for found, name in ((lines, "all"), (kept, "audit")):
+            found += [json.loads(x) for x in (folder / f"{name}.log").read_text().splitlines()]
+    finally:
+        configure_logging(to_stderr=False)
+
+
 def test_refused_commands_push_no_carried_out_one_out_of_the_logs(tmp_path, monkeypatch):
     now_s = 0.0
     access = Access(tokens=Tokens(admin_token="adm"), refusals=RefusalLog(lambda: now_s))
     monkeypatch.setattr(log_module, "MAX_FILE_BYTES", 20_000)
-    try:
-        configure_logging(file=tmp_path / "all.log", audit_file=tmp_path / "audit.log", to_stderr=False)
+    with logged(tmp_path) as (lines, kept):
         give(access, request(token="adm"))
         for minute in range(3):
             now_s = 60.0 * minute
             for _ in range(1000):
                 give(access, request(), "nosuch")
         give(access, request(token="adm", kind="text/plain"))  # an operator's are never left out
-        for name in ("paceline", "paceline.audit"):
-            for handler in logging.getLogger(name).handlers:
-                handler.flush()
-        lines, kept = (
-            [json.loads(x) for x in (tmp_path / f"{n}.log").read_text().splitlines()] for n in ("all", "audit")
-        )
-    finally:
-        configure_logging(to_stderr=False)
     assert [x["outcome"] for x in kept] == ["done"]
     assert [x["outcome"][:11] for x in lines] == ["done", *["refused 401"] * 3 * MAX_REFUSALS, "refused 415"]
     assert [x["refused_without_a_line"] for x in lines if "refused_without_a_line" in x] == [1000 - MAX_REFUSALS] * 2
@@ -283,19 +292,10 @@ async def order(access: Access, service: Told, *, leaves: bool = False) -> None:
 
 def test_what_may_have_been_carried_out_is_in_the_audit_log_with_its_arguments(tmp_path):
     access = Access(tokens=Tokens(admin_token="adm"))
-    try:
-        configure_logging(file=tmp_path / "all.log", audit_file=tmp_path / "audit.log", to_stderr=False)
+    with logged(tmp_path) as (lines, kept):
         asyncio.run(order(access, Told(), leaves=True))
         asyncio.run(order(access, Told(PacelineError("done, but not stored yet"))))
         asyncio.run(order(access, Told(RequestError("it is not in the registry"))))
-        for name in ("paceline", "paceline.audit"):
-            for handler in logging.getLogger(name).handlers:
-                handler.flush()
-        lines, kept = (
-            [json.loads(x) for x in (tmp_path / f"{n}.log").read_text().splitlines()] for n in ("all", "audit")
-        )
-    finally:
-        configure_logging(to_stderr=False)
     outcomes = ["the client left before its end", "refused 503: done, but not stored yet"]
     assert [x["outcome"] for x in kept] == outcomes
     assert [x["outcome"] for x in lines] == [*outcomes, "refused 400: it is not in the registry"]
