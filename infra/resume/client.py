@@ -93,7 +93,7 @@ log = logging.getLogger(__name__)
 MAX_REFUSALS = 3
 """Engines with a full queue that a new request is offered to before the client hears of it."""
 MAX_SILENCE_S = 30.0
-"""An engine that has a request and from which nothing came for so long counts as dead; see SIGN_OF_LIFE_S."""
+"""An engine from which nothing came for so long counts as dead, one that was only asked, too; see SIGN_OF_LIFE_S."""
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.05, 1.0
 DEADLINE_GRACE_S = 1.0
 """An engine that has the request may end it itself so long behind its deadline; it does not know how long the way to it took."""
@@ -335,11 +335,12 @@ class ResumingClient:
                 stream.cancel()
 
     def _patience_s(self, splice: Splice, progress: _Progress) -> float:
-        """Longest time to wait for the next item: signs of life come while an engine has the request, none before."""
+        """Longest time to wait for the next item: signs of life come while an engine has the request, none before, when it
+        may wait for a place or be on its way to a computer that is lost."""
         if progress.is_admitted:
             return self._max_silence_s
         left_s = self._config.max_wait_s - (self._timer() - progress.lost_s)
-        return max(min(left_s, self._left_s(splice)), 0.0)
+        return max(min(left_s, self._left_s(splice), self._max_silence_s), 0.0)
 
     def _left_s(self, splice: Splice) -> float:
         """Until the request's deadline, < 0 behind it; infinite without one."""

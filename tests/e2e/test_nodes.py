@@ -217,7 +217,8 @@ def test_nodes_without_a_shared_folder_learn_from_each_others_traffic(site: Site
     assert not [p for home in homes for name in ("traces", "registry", "learners") if (p := home / name).exists()]
 
 
-def test_a_node_that_is_cut_off_from_redis_and_store_serves_on_and_catches_up(site: Site) -> None:
+@pytest.mark.parametrize("is_silent", [False, True], ids=["refused", "silent"])
+def test_a_node_that_is_cut_off_from_redis_and_store_serves_on_and_catches_up(site: Site, is_silent: bool) -> None:
     old, num_before, before = site.publish(6), site.num_folded(), site.entries()
     lost, _ = site.serving_nodes()
     redis, s3 = site.shared
@@ -226,10 +227,10 @@ def test_a_node_that_is_cut_off_from_redis_and_store_serves_on_and_catches_up(si
         return [p.pid for p in site.nodes.processes(lost)]
 
     with site.load() as load:
-        with redis.cut_off(pids), s3.cut_off(pids):
-            version = site.pin(5)
+        with redis.cut_off(pids, is_silent=is_silent), s3.cut_off(pids, is_silent=is_silent):
+            version = site.pin(4 + is_silent)
             wait_for(lambda: site.versions() == {old, version}, "the version on the node that is not cut off")
-            num_answers, until = len(load.answers), time.monotonic() + 4.0
+            num_answers, until = len(load.answers), time.monotonic() + (8.0 if is_silent else 4.0)
             wait_for(
                 lambda: time.monotonic() > until and len(load.answers) > num_answers + 4 * WIDTH, "answers meanwhile"
             )

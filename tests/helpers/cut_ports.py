@@ -26,6 +26,9 @@ class CutPort:
         self._writers: dict[int, list[asyncio.StreamWriter]] = {}
         """The client's port -> both directions of its connection."""
         self._is_cut: Callable[[int], bool] = _never
+        self._is_silent = False
+        self._held: set[int] = set()
+        """Clients' ports whose bytes wait."""
         self.port = 0
 
     def __enter__(self) -> CutPort:
@@ -38,8 +41,12 @@ class CutPort:
         self._thread.join(30)
 
     @contextlib.contextmanager
-    def cut_off(self, pids: Callable[[], Iterable[int]]) -> Iterator[None]:
-        """Let no byte of these processes through for so long: connections break, and new ones end at once."""
+    def cut_off(self, pids: Callable[[], Iterable[int]], *, is_silent: bool = False) -> Iterator[None]:
+        """Let no byte of these processes through for so long.
+
+        is_silent: what they send gets no answer and arrives afterwards, as where packets are lost; else connections break,
+        and new ones end at once.
+        """
 
         def ports() -> set[int]:
             found = set()
@@ -48,14 +55,18 @@ class CutPort:
                     found |= {c.laddr.port for c in psutil.Process(pid).net_connections("tcp") if c.laddr}
             return found
 
-        self._is_cut = lambda port: port in ports()
-        asyncio.run_coroutine_threadsafe(self._abort(ports()), self._loop).result(30)
+        self._is_cut, self._is_silent = lambda port: port in ports(), is_silent
+        asyncio.run_coroutine_threadsafe(self._cut(ports()), self._loop).result(30)
         try:
             yield
         finally:
             self._is_cut = _never
+            self._loop.call_soon_threadsafe(self._held.clear)
 
-    async def _abort(self, ports: set[int]) -> None:
+    async def _cut(self, ports: set[int]) -> None:
+        if self._is_silent:
+            self._held |= ports
+            return
         for port in ports & self._writers.keys():
             for writer in self._writers[port]:
                 writer.transport.abort()
@@ -73,23 +84,27 @@ class CutPort:
         port = writer.get_extra_info("peername")[1]
         try:
             if await asyncio.to_thread(self._is_cut, port):
-                raise ConnectionError
+                if not self._is_silent:
+                    raise ConnectionError
+                self._held.add(port)
             inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", self._server_port)
         except OSError:
             writer.transport.abort()
             return
         self._writers[port] = [writer, inner_writer]
-        await asyncio.gather(_pump(reader, inner_writer), _pump(inner_reader, writer))
+        await asyncio.gather(self._pump(port, reader, inner_writer), self._pump(port, inner_reader, writer))
         del self._writers[port]
+
+    async def _pump(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                while port in self._held:
+                    await asyncio.sleep(0.02)
+                writer.write(data)
+                await writer.drain()
+        writer.close()
 
 
 def _never(_: int) -> bool:
     return False
 
-
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError):
-        while data := await reader.read(65536):
-            writer.write(data)
-            await writer.drain()
-    writer.close()
