@@ -50,7 +50,7 @@ from paceline.infra.replica.span_target import SpanTarget
 from paceline.infra.service.claim import application_name, check_claim
 from paceline.infra.service.deployment import DeploymentLimits, bind_replicas, replica_values
 from paceline.infra.service.front import PROXY_CALLBACK, PROXY_VARIABLE
-from paceline.infra.service.ingress import INGRESS_CPUS, bind_resuming
+from paceline.infra.service.ingress import bind_resuming
 from paceline.infra.service.preflight import cluster_address, preflight, warn_of_end
 from paceline.infra.service.stop_signals import StopSignals, kept_sigterm
 from paceline.infra.service.stores import StorePaths, is_adaptive
@@ -362,7 +362,6 @@ def start_ray(config: ServiceConfig) -> bool:
     # would be a quarter of what an idle service computes
     os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")
     os.environ.setdefault("RAY_SERVE_METRICS_EXPORT_INTERVAL_MS", "10000")
-    num_ingress_cpus = config.ingress.num_replicas * INGRESS_CPUS if config.resume else 0.0
     settings: dict[str, Any] = {
         "address": "local",
         "_node_ip_address": "127.0.0.1",
@@ -370,7 +369,7 @@ def start_ray(config: ServiceConfig) -> bool:
         # logical CPUs: replicas book one each, a training task what it was given, everything else next to nothing
         "num_cpus": max(
             os.cpu_count() or 1,
-            most_replicas(config) * 2 + math.ceil(config.trainer_resources.num_cpus + 2 * num_ingress_cpus),
+            most_replicas(config) * 2 + math.ceil(config.trainer_resources.num_cpus),
         ),
         "resources": dict(config.trainer_resources.resources) or None,
         "include_dashboard": False,

@@ -37,10 +37,10 @@ NAMESPACE = "paceline"
 COMMAND_TIMEOUT_S = 15.0
 SNAPSHOT_WAIT_S = 0.6
 """For a snapshot made after it was asked for: the loop waits 0.25 s for feedback, and a scrape waits 0.8 s in all."""
-ROLE_LABEL, TRAIN_ROLE = "paceline/role", "train"
+ROLE_LABEL, TRAIN_ROLE, HEAD_ROLE = "paceline/role", "train", "head"
+"""Label of a node, and its values where training jobs run and where Ray's head is (ray_cluster.yaml)."""
 KEEPS_SERVING = {ROLE_LABEL: f"!{TRAIN_ROLE}"}
 """Label selector of what must outlive trainers, whose nodes may be spot machines that come and go with jobs."""
-"""Label of a node, and its value where training jobs run (ray_cluster.yaml)."""
 APPLICATION_CHECK_S = 10.0
 APPLICATION_CHECKS = 3
 """Checks in a row that must not find the application: longer than Serve's controller takes to come back after a kill (11 s)."""

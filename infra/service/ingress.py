@@ -22,7 +22,7 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from paceline.config import ServiceConfig
 from paceline.contracts import HttpMeters
 from paceline.errors import CapacityError, EngineStoppedError
-from paceline.infra.controller.actor import KEEPS_SERVING
+from paceline.infra.controller.actor import HEAD_ROLE, ROLE_LABEL, TRAIN_ROLE
 from paceline.infra.replica.exchange import NumbersExchange, ReplicaNumbers
 from paceline.infra.replica.late_timers import StepWatch
 from paceline.infra.replica.span_target import SpanTarget
@@ -51,7 +51,11 @@ log = logging.getLogger(__name__)
 
 PROBE_S = 2.0
 PROBE_TIMEOUT_S = 5.0
-INGRESS_CPUS = 0.25
+
+
+INGRESS_PLACE = {"num_cpus": 0, "num_gpus": 0, "label_selector": {ROLE_LABEL: f"!in({TRAIN_ROLE},{HEAD_ROLE})"}}
+"""No CPU of its own: where a node is lost, engines take what is left, and without an ingress nobody reaches them. Replicas outlive
+a head that is lost, an ingress there would not."""
 
 
 class EngineBehindIngress:
@@ -232,7 +236,7 @@ def bind_resuming(
         # a proxy may send one ingress everything that all engines hold
         max_ongoing_requests=limits.max_ongoing_requests * limits.max_replicas + 64,
         max_surge_percent=100,
-        ray_actor_options={"num_cpus": INGRESS_CPUS, "num_gpus": 0, "label_selector": KEEPS_SERVING},
+        ray_actor_options=INGRESS_PLACE,
     ).bind(engine, ingress_values)  # fmt: skip
 
 

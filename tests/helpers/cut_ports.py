@@ -107,4 +107,3 @@ class CutPort:
 
 def _never(_: int) -> bool:
     return False
-

@@ -21,7 +21,7 @@ from ray.serve.schema import ServeDeploySchema
 from paceline.adapt.online.task import task_options
 from paceline.config import VARIABLES, ServiceConfig
 from paceline.infra.app import SERVE_SETTINGS, build
-from paceline.infra.controller.actor import ROLE_LABEL, TRAIN_ROLE
+from paceline.infra.controller.actor import HEAD_ROLE, ROLE_LABEL, TRAIN_ROLE
 from paceline.infra.state.redis_server import find_redis_binary
 from paceline.machine import free_port
 from paceline.records import build as build_record
@@ -43,7 +43,7 @@ RAY_FIELDS = {
     f"{CLUSTER}.authOptions": "mode",
     f"{CLUSTER}.gcsFaultToleranceOptions": "redisAddress redisPassword",
     f"{CLUSTER}.autoscalerOptions": "version idleTimeoutSeconds resources",
-    HEAD: "rayStartParams template",
+    HEAD: "labels rayStartParams template",
     GROUP: "groupName replicas minReplicas maxReplicas labels rayStartParams template",
 }
 """Fields of ray.io/v1 RayService that the manifest uses, as in ray-operator/config/crd/bases/ray.io_rayservices.yaml of
@@ -143,7 +143,7 @@ def test_rays_nodes_have_the_roles_that_the_controller_is_placed_by() -> None:
     spec = SERVICE["spec"]["rayClusterConfig"]
     types = autoscaling_config._generate_available_node_types_from_ray_cr_spec(spec)  # what Ray's autoscaler reads
     assert {name: t["labels"] for name, t in types.items()} == {
-        "headgroup": {}, "serve": {ROLE_LABEL: "serve"}, "train": {ROLE_LABEL: TRAIN_ROLE},
+        "headgroup": {ROLE_LABEL: HEAD_ROLE}, "serve": {ROLE_LABEL: "serve"}, "train": {ROLE_LABEL: TRAIN_ROLE},
     }  # fmt: skip
     assert not any("labels" in g["rayStartParams"] for g in GROUPS.values()), "KubeRay 1.5 and later refuse it there"
 

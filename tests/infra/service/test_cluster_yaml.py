@@ -197,7 +197,7 @@ def test_cluster_has_head_replicas_and_trainers_and_its_own_setup() -> None:
     values = load(CLUSTER)
     types = values["available_node_types"]
     assert types[values["head_node_type"]]["resources"]["CPU"] == 0
-    assert {t.get("labels", {}).get("paceline/role") for t in types.values()} == {None, "serve", "train"}
+    assert {t.get("labels", {}).get("paceline/role") for t in types.values()} == {"head", "serve", "train"}
     assert values["setup_commands"], "without it Ray installs a nightly build of itself"
     assert values["setup_commands"] == [
         'pip install -c ~/paceline-source/constraints.txt "$HOME/paceline-source[otel,s3]" "ray[default,serve]==2.60.0"'

@@ -20,6 +20,7 @@ from paceline.config import PolicyConfig
 from paceline.infra.app import lean_nodes
 from paceline.infra.controller.actor import (
     APPLICATION_CHECK_S,
+    HEAD_ROLE,
     NAMESPACE,
     ROLE_LABEL,
     TRAIN_ROLE,
@@ -33,6 +34,7 @@ from paceline.infra.controller.actor import (
 from paceline.infra.controller.store import HostConfig
 from paceline.infra.service.claim import own_application
 from paceline.infra.service.deployment import DeploymentLimits, bind_engine
+from paceline.infra.service.ingress import INGRESS_PLACE
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -70,7 +72,7 @@ def cluster() -> Iterator[Cluster]:
     made = Cluster()
     try:
         with lean_nodes():
-            made.add_node(num_cpus=0, include_dashboard=False)
+            made.add_node(num_cpus=0, include_dashboard=False, labels={ROLE_LABEL: HEAD_ROLE})
             made.add_node(num_cpus=4, labels={ROLE_LABEL: "serve"}, object_store_memory=100 * 2**20)
             made.add_node(num_cpus=0, resources={"train_slot": 1}, labels={ROLE_LABEL: TRAIN_ROLE}, object_store_memory=100 * 2**20)  # fmt: skip
         ray.init(address=made.address, namespace=NAMESPACE, log_to_driver=False)
@@ -122,18 +124,25 @@ def test_a_redeployment_with_all_slots_taken_ends(cluster):
     with ThreadPoolExecutor(1) as pool:
         handle = pool.submit(deploy, 2).result(timeout=120)
     assert {handle.remote().result(timeout_s=60) for _ in range(20)} == {2}
+    ingress = ray.remote(**INGRESS_PLACE)(Earlier).remote()
+    assert ray.get(ingress.pid.remote(), timeout=60) == 0
+    assert role_of(ingress) == "serve", "where engines hold all CPUs"
     serve.delete("tiny")
 
 
-def test_the_controller_is_on_no_node_that_trains(spec, cluster):
+def role_of(handle: Any) -> str | None:
+    """Role of the node that an actor is on."""
     labels = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
     assert TRAIN_ROLE in {found.get(ROLE_LABEL) for found in labels.values()}
+    return labels[actors(handle._actor_id.hex())["Address"]["NodeID"]].get(ROLE_LABEL)
+
+
+def test_the_controller_is_on_no_node_that_trains(spec, cluster):
     for i in range(4):
         one = replace(spec, host=replace(spec.host, model=f"{spec.host.model}-{i}"))
         handle = ensure_controller(one)
         ray.get(handle.pid.remote(), timeout=60)
-        node = actors(handle._actor_id.hex())["Address"]["NodeID"]
-        assert labels[node].get(ROLE_LABEL) != TRAIN_ROLE
+        assert role_of(handle) != TRAIN_ROLE
         stop_controller(one.host.model)
 
 
