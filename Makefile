@@ -32,6 +32,7 @@ help:
 # --no-compile: what is imported is compiled when it is; all that is installed would take a minute.
 $(VENV)/.ready: pyproject.toml constraints.txt setup.py $(wildcard kernels/cpu/*.cpp kernels/cpu/*.h)
 	@$(PYTHON) -c 'import sys; sys.exit(0 if (3, 11) <= sys.version_info[:2] <= (3, 14) else "Paceline needs Python 3.11 to 3.14; set PYTHON=python3.11")'
+	@$(PYTHON) kernels/cpu/build.py > /dev/null 2>&1 & # beside pip, which waits for it, and says what it says where it fails
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "setuptools>=77" wheel
 	@command -v c++ >/dev/null || command -v clang++ >/dev/null || $(PY) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt ziglang

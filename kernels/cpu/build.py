@@ -79,9 +79,16 @@ def built_version(library: Path) -> int | None:
 
 
 def provide(folder: Path) -> Path:
-    """Have the library in `folder`: a copy of the one beside the sources if it is theirs, else compiled. Raises: BuildError."""
-    there = HERE / NAME
-    return _put(there, folder) if built_version(there) == source_version() else build(folder)
+    """Have the library in `folder`: a copy of the one beside the sources if it is theirs, else compiled. Raises: BuildError.
+
+    One process at a time: what another one of the same sources is compiling is waited for.
+    """
+    import fcntl
+
+    with open(__file__, encoding="utf-8") as own:
+        fcntl.flock(own, fcntl.LOCK_EX)
+        there = HERE / NAME
+        return _put(there, folder) if built_version(there) == source_version() else build(folder)
 
 
 def _put(library: Path, folder: Path) -> Path:
@@ -129,4 +136,4 @@ def _run(command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    print(build())
+    print(provide(HERE))
