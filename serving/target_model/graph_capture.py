@@ -8,6 +8,7 @@ What a captured function must keep to: no host read, no shape that depends on da
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -56,20 +57,39 @@ class CudaGraphs:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._broken: list[torch.cuda.CUDAGraph] = []
+        """Kept: torch's allocators go on asking a capture that failed which memory is its own."""
 
     def capture(self, run: Callable[[], None]) -> Graph:
-        """Warm up on a side stream, then capture; raises what the work or its capture raises."""
-        with torch.cuda.device(self._device):
-            current = torch.cuda.current_stream()
+        """Warm up on a side stream, then capture; raises what the work or its capture raises.
+
+        A capture that fails leaves torch on its stream, and its pool taken; torch's error says only that there was one. So
+        the stream is set back, the next graph begins a new pool, and the work's own error is raised.
+        """
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream()):
+            current, cause = torch.cuda.current_stream(), list[Exception]()
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
                 for _ in range(_NUM_WARM_UPS):
                     run()
             current.wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            # thread_local: another thread of the process may allocate meanwhile (HTTP, traces)
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                run()
+            try:
+                # thread_local: another thread of the process may allocate meanwhile (HTTP, traces)
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                    try:
+                        run()
+                    except Exception as e:
+                        cause.append(e)
+                        raise
+            except Exception as e:
+                self._broken.append(graph)
+                with contextlib.suppress(RuntimeError):  # nothing is left to end where only Python has failed
+                    torch._C._cuda_endAllocateToPool(self._device.index, self._pool)
+                self._pool = torch.cuda.graph_pool_handle()
+                if cause:
+                    raise cause[0] from e
+                raise
         return graph
 
 

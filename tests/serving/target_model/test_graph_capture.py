@@ -1,10 +1,13 @@
 """Graphs are made in order until the time is over, and the cheapest one that fits is used."""
 
+import contextlib
+
 import pytest
 import torch
 
 from paceline.serving.target_model.graph_capture import (
     CaptureJob,
+    CudaGraphs,
     EagerGraphs,
     GraphTable,
     capture_all,
@@ -84,3 +87,83 @@ def test_strict_graphs_refuse_host_reads_and_shapes_that_depend_on_data():
     for bad in (lambda: out.fill_(float(x.max())), lambda: x.nonzero(), lambda: x.tolist(), lambda: x[x > 1]):
         with pytest.raises(RuntimeError):
             StrictGraphs().capture(bad)
+
+
+class FakeCuda:
+    """torch.cuda as far as a capture needs it; one that fails leaves its stream the current one and its pool taken."""
+
+    def __init__(self, monkeypatch):
+        self.current, self.captured, self.taken, self.is_invalid = "default", [], set(), False
+        self.num_pools = 0
+        for name in ("Stream", "stream", "current_stream", "device", "graph", "CUDAGraph", "graph_pool_handle"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda _, pool: self.taken.remove(pool))
+
+    class CUDAGraph:
+        pass
+
+    def Stream(self, _):
+        return FakeStream()
+
+    def current_stream(self):
+        return self.current
+
+    def graph_pool_handle(self):
+        self.num_pools += 1
+        return self.num_pools
+
+    @contextlib.contextmanager
+    def device(self, _):
+        yield
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextlib.contextmanager
+    def graph(self, graph, *, pool, stream, capture_error_mode):
+        if pool in self.taken:
+            raise RuntimeError("already recording to this pool")
+        self.taken.add(pool)
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            if self.is_invalid:  # as cudaStreamEndCapture says it: nothing behind it is done
+                self.is_invalid = False
+                raise RuntimeError("capture invalidated")
+        self.taken.remove(pool)
+        self.current = before
+        self.captured.append(graph)
+
+
+class FakeStream:
+    def wait_stream(self, _):
+        pass
+
+
+def test_a_failed_cuda_capture_leaves_stream_and_allocator_to_the_next_and_says_its_own_error(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    monkeypatch.setattr(cuda, "current", FakeStream())
+    backend, before = CudaGraphs(torch.device("cuda", 0)), cuda.current
+
+    def reads():
+        if cuda.current is not before and len(runs) == 2:  # behind the warm-ups
+            cuda.is_invalid = True
+            raise ValueError("a host read")
+        runs.append(cuda.current)
+
+    runs = []
+    with pytest.raises(ValueError, match="a host read"):
+        backend.capture(reads)
+    assert cuda.current is before and not cuda.taken
+    graph = backend.capture(lambda: None)
+    assert cuda.captured == [graph] and cuda.current is before and not cuda.taken
+    cuda.is_invalid = True  # by a call that raised nothing
+    with pytest.raises(RuntimeError, match="invalidated"):
+        backend.capture(lambda: None)
+    assert cuda.current is before and len({id(g) for g in backend._broken}) == 2
