@@ -19,6 +19,9 @@ from paceline.kernels.reference.tree_build import BuiltTrees
 
 log = logging.getLogger(__name__)
 
+# cuDNN's attention, torch's first choice on Hopper, builds a plan for each new shape (some 0.4 s), and contexts grow by the round.
+torch.backends.cuda.enable_cudnn_sdp(False)
+
 BACKENDS = ("reference", "triton")
 BACKEND_VARIABLE = "PACELINE_KERNELS"
 """Environment variable that names the backend where the program does not: auto | reference | triton."""

@@ -30,6 +30,12 @@ def test_the_cpu_runs_the_references():
     assert kernels.is_reference
 
 
+def test_no_attention_of_torch_builds_plans_by_the_shape():
+    """Of drafters, references and training, which all import the dispatch table."""
+    code = "import torch, paceline.adapt.families.training; assert not torch.backends.cuda.cudnn_sdp_enabled()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_triton_runs_on_the_device_when_asked(device):
     kernels = select_kernels(device, "triton")
     assert kernels.backend == "triton" and not kernels.is_reference
