@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -65,9 +66,16 @@ def available_ram_bytes(cgroup: Path = _CGROUP) -> int:
     return available
 
 
+@lru_cache
+def _own_stream(device: str) -> torch.cuda.Stream:
+    """The side stream of a device: memory that work on a stream gave back stays that stream's own in torch, so each load on
+    another one (torch has 32) would take as much again."""
+    return torch.cuda.Stream(device)
+
+
 @contextlib.contextmanager
 def side_stream(device: torch.device | str | None) -> Iterator[None]:
-    """Run the block's CUDA work on a stream of its own and return when it is done; nothing on other devices.
+    """Run the block's CUDA work on the device's side stream and return when it is done; nothing on other devices.
 
     The work begins after what the engine has queued so far: a round in flight may still read what will be overwritten.
     The calling thread waits for the event at the end, so whoever learns that the block is over may use its results from
@@ -77,7 +85,7 @@ def side_stream(device: torch.device | str | None) -> Iterator[None]:
     if device is None or torch.device(device).type != "cuda":
         yield
         return
-    stream, done = torch.cuda.Stream(device), torch.cuda.Event()
+    stream, done = _own_stream(str(device)), torch.cuda.Event()
     stream.wait_stream(torch.cuda.default_stream(device))
     with torch.cuda.stream(stream):
         yield
