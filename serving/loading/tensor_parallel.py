@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 
 from paceline.errors import ConfigError, RankError
 from paceline.machine import free_port
@@ -348,8 +349,14 @@ def split_model(model: Any, size: int, device: torch.device) -> Any:
     The ranks must have joined (`join_ranks`).  Source: the model's own tp_plan, applied by transformers.
     """
     from torch.distributed.tensor import DTensor
-    from transformers.distributed import DistributedConfig
-    from transformers.distributed.utils import initialize_distributed_mesh
+
+    try:
+        from transformers.distributed import DistributedConfig
+        from transformers.distributed.utils import initialize_distributed_mesh
+    except ImportError as e:
+        raise ConfigError(
+            f"engine.tensor_parallel must be 1 with transformers {transformers.__version__}, got {size}; install 5.18 or later"
+        ) from e
 
     check_split(model, size)
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()

@@ -247,6 +247,13 @@ def test_targets_that_cannot_be_split_are_refused():
         check_split(other, 2)
 
 
+def test_a_transformers_without_meshes_is_named(monkeypatch):
+    """5.17 and earlier."""
+    monkeypatch.delattr("transformers.distributed.utils.initialize_distributed_mesh")
+    with pytest.raises(ConfigError, match=r"must be 1 with transformers \d.*, got 2; install 5.18 or later"):
+        tensor_parallel.split_model(tiny_model("qwen3"), 2, torch.device("cpu"))
+
+
 def test_orders_arrive_in_order_and_a_rank_without_orders_waits():
     server = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
     sent, taken = Orders(server), Orders(dist.TCPStore("127.0.0.1", server.port, 2, is_master=False))
