@@ -191,13 +191,14 @@ def slot_attention(
     kv_heads = width // (2 * dim)
     groups = heads // kv_heads
     tile_rows, tile_keys = _TILES[query.dtype]
+    padded = max(triton.next_power_of_2(dim), 16)
+    is_wide = padded > 128  # twice the bytes of a key: some GPUs have 99 KiB of shared memory for a program
     tile = max(1, min(tile_rows // (slots * groups), blocks))
     tiles = -(-blocks // tile)
     splits = num_splits(batch * tiles * kv_heads, slot_table.shape[1] * slots, num_processors(device))
     num_rows = batch * blocks * slots * heads
     parts = torch.empty(splits, num_rows, dim, dtype=torch.float32, device=device)
     lse = torch.empty(splits, num_rows, dtype=torch.float32, device=device)
-    padded = max(triton.next_power_of_2(dim), 16)
     _partial_kernel[(tiles * splits, kv_heads, batch)](
         query,
         current,
@@ -223,10 +224,10 @@ def slot_attention(
         DIM_PADDED=padded,
         TILE=tile,
         M=max(triton.next_power_of_2(tile * slots * groups), 16),
-        N=tile_keys,
+        N=min(tile_keys, 32) if is_wide else tile_keys,
         N_CURRENT=max(triton.next_power_of_2(tile * slots), 16),
         DTYPE=tl.float32 if is_interpreted() else _DTYPES[query.dtype],  # numpy sees bfloat16 as integers
-        num_warps=4,
+        num_warps=8 if is_wide or query.dtype == torch.float32 else 4,  # fewer would spill registers
         num_stages=2,
     )
     rows = 16

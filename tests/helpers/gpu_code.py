@@ -28,6 +28,7 @@ from paceline.kernels.gpu import launch
 launch.check_tensors = lambda device, **tensors: None  # before the launchers import it: tensors lie on the CPU
 
 from paceline.kernels.gpu import (  # noqa: E402
+    dense_layer,
     draft_ingest,
     kv_rows,
     rope_scatter,
@@ -165,13 +166,22 @@ def launch_ingest(*, has_norm: bool) -> None:
     )  # fmt: skip
 
 
-def launch_slots(dtype: torch.dtype, *, batch: int = 4, blocks: int = 10) -> None:
-    """Leaves of SpecBlock for a target with 32 heads, 8 KV heads, head dim 128."""
+def launch_slots(dtype: torch.dtype, *, batch: int = 4, blocks: int = 10, heads: int = 32, dim: int = 128) -> None:
+    """Leaves of SpecBlock for a target with 8 KV heads."""
+    width = 2 * 8 * dim
     slot_attention.slot_attention(
-        query=torch.zeros(batch, blocks, 4, 32, 128, dtype=dtype), current=torch.zeros(batch, blocks, 4, 2048, dtype=dtype),
-        pool=torch.zeros(8, 4, 2048, dtype=dtype), slot_table=_long(batch, 4096), context_rows=_long(batch, blocks),
+        query=torch.zeros(batch, blocks, 4, heads, dim, dtype=dtype), current=torch.zeros(batch, blocks, 4, width, dtype=dtype),
+        pool=torch.zeros(8, 4, width, dtype=dtype), slot_table=_long(batch, 4096), context_rows=_long(batch, blocks),
         own_slots=_long(batch, blocks), scale=0.1,
     )  # fmt: skip
+
+
+def launch_dense(dtype: torch.dtype) -> None:
+    """What is between the products of a layer of Qwen3-8B."""
+    x, gate_up = torch.zeros(9, 4096, dtype=dtype), torch.zeros(9, 2 * 12288, dtype=dtype)
+    for delta in (None, x.clone()):
+        dense_layer.add_norm(x, delta, torch.zeros(4096, dtype=dtype), 1e-6)
+    dense_layer.silu_mul(gate_up)
 
 
 def main(arch: int, part: str) -> None:
@@ -185,6 +195,7 @@ def main(arch: int, part: str) -> None:
     launch_attention(torch.bfloat16, splits=1, rows=1)
     launch_attention(torch.bfloat16, splits=1, rows=512, is_causal=True)
     launch_attention(torch.bfloat16, splits=4, dim=256)
+    launch_attention(torch.bfloat16, splits=4, heads=28, kv_heads=4)
     launch_attention(torch.float32, splits=4)
     launch_trees()
     launch_largest_tree(4096, 512)
@@ -193,6 +204,8 @@ def main(arch: int, part: str) -> None:
     launch_slots(torch.bfloat16)
     launch_slots(torch.bfloat16, batch=1, blocks=1)
     launch_slots(torch.float32)
+    launch_slots(torch.bfloat16, heads=8, dim=256)
+    launch_dense(torch.bfloat16)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.slow
 SHARED_BYTES = 99 * 1024
 """Shared memory of one program on the GPUs that have least of it (sm_86, sm_89, sm_120)."""
 KERNELS = {
+    "dense_layer": {"_add_norm_kernel", "_silu_mul_kernel"},
     "draft_ingest": {"_write_kernel"},
     "kv_rows": {"_copy_kernel", "_scatter_kernel"},
     "rope_scatter": {"_rope_kernel"},
@@ -58,12 +59,11 @@ def test_every_kernel_compiles(compiled):
 def test_no_kernel_outgrows_shared_memory_or_spills_many_registers(compiled):
     for report in compiled:
         assert report["shared_bytes"] <= SHARED_BYTES, report
-        # The widest heads leave no register free while parts are merged, which happens once per part; nor do float32
-        # slots, which are there to be compared with, nor the tree kernel at its bounds (1,096 bytes by Triton 3.7.1, less by 3.9).
+        # The widest heads leave no register free while parts are merged, which happens once per part; nor does the tree
+        # kernel at its bounds (1,096 bytes by Triton 3.7.1, less by 3.6 and 3.9).
         is_wide = report["constants"].get("BLOCK_D") == "256"
-        is_float_slots = report["kernel"] == "_partial_kernel" and report["constants"]["DTYPE"] == "fp32"
         is_largest_tree = report["kernel"] == "_build_kernel" and report["constants"]["C"] == str(MAX_CANDIDATES)
-        limit = 256 if is_wide else 512 if is_float_slots else 1152 if is_largest_tree else 0
+        limit = 256 if is_wide else 1152 if is_largest_tree else 0
         assert report["stack_bytes"] <= limit, report
 
 
