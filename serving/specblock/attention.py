@@ -166,7 +166,7 @@ class GatheredAttention:
             qkv.as_strided(q_shape, q_strides, qkv.storage_offset()),
             kv.as_strided(shape, strides, start),
             kv.as_strided(shape, strides, start + c.num_kv_heads * d),
-            bias,
+            bias if bias.is_cpu else bias.clone(),  # a view may begin where CUDA's kernels refuse a mask (16 bytes)
             scale=1.0,
         )  # (G, Hkv, T, Dh)
         return out.permute(2, 1, 0, 3).reshape(qkv.shape[0], -1)

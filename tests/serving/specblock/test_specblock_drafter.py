@@ -189,3 +189,22 @@ def test_a_new_shift_leaves_the_residual_stream_as_it_is():
     for i in range(2):
         assert torch.equal(model.shift(i, x), x)
         assert model.shifts[i].weight.requires_grad
+
+
+def test_off_the_cpu_a_mask_begins_with_its_memory(monkeypatch):
+    """Views of kept masks begin anywhere, and CUDA's attention refuses one that is not aligned to 16 bytes."""
+    model, embed = tiny_specblock()
+    attention = SpecBlockDrafter(model, embed)._attention
+    c, seen = attention.config, []
+    qkv = torch.empty(2 * c.num_slots, attention._qkv_width, device="meta")
+    kv = torch.empty(1, 5, c.num_slots, attention._kv_width, device="meta")
+
+    def attend(query, key, value, mask, scale):
+        seen.append(mask)
+        return query
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    buffer = torch.empty(2 * c.num_slots, 64, device="meta")
+    attention._attend_one(qkv, kv, buffer[:, 3 : 3 + 5 * c.num_slots])
+    attention._attend_one(qkv[:1], kv, buffer[:1, 3 : 3 + 5 * c.num_slots])
+    assert [mask.storage_offset() for mask in seen] == [0, 0]
