@@ -473,7 +473,9 @@ class GraphedTarget:
 
     def _commit(self, rows: int, is_kept: torch.Tensor) -> None:
         """Move the K/V of the rows that are kept (N,) to the rows of their positions, and keep their hidden states."""
-        at = self.tables.lines[self._owners[:rows], self._positions[:rows]]
+        lines = self.tables.lines
+        # Trees may reach beyond the longest context, where nothing is kept; an index of there would end a CUDA process.
+        at = lines[self._owners[:rows], self._positions[:rows].clamp(max=lines.shape[1] - 1)]
         is_moved = is_kept & (self._depths[:rows] > 0)
         self._kv.commit_padded(torch.where(is_moved, self._out_rows[:rows], -1), torch.where(is_moved, at, -1))
         if self._kv.features is not None and self._features is not None:

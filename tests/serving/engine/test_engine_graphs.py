@@ -318,6 +318,22 @@ def test_accepted_drafts_are_committed_on_the_device(count, pages):
     assert pages is not None or engine.stats()["num_rounds"] <= 6, "drafts were accepted"
 
 
+def test_trees_may_reach_beyond_the_longest_context():
+    """What is read of positions there is nothing's; an index out of bounds would end a process on CUDA."""
+    target, plain = make_target(STATIC_KERNELS), make_target()
+    prompts = [(list(range(3, 63)) + list(range(3, 20)), 0.0)]  # its last round begins 5 positions before the end
+    expected = generate(make_engine(plain, DrafterSlots()), prompts, max_tokens=CONTEXT)
+    texts, deepest = [[*prompts[0][0], *expected["r0"], *[7] * 8]], []
+    policy = DevicePolicy(TREE, vocab_size=target.vocab_size)
+    oracle = StaticOracle(texts, target.vocab_size)
+    engine = make_engine(target, DrafterSlots(oracle, "oracle"), CountingGraphs(), policy)
+    got = generate(
+        engine, prompts, lambda _: deepest.append(int(engine.graphs.target._positions.max())), max_tokens=CONTEXT
+    )
+    assert got == expected and len(texts[0]) - 8 == CONTEXT and engine.stats()["num_drafter_failures"] == 0
+    assert max(deepest) >= engine.graphs.target.tables.lines.shape[1]
+
+
 def test_accepted_drafts_come_through_the_graphs():
     target, plain = make_target(STATIC_KERNELS), make_target()
     prompts = make_prompts(3, (0.0,))
