@@ -122,7 +122,7 @@ class TrainedDrafter(ABC):
 
         Raises: DrafterMismatchError on missing, surplus, misshapen or non-finite tensors; nothing is changed then.
         """
-        check_state(state, self._shapes)
+        check_state(state, self._shapes, self.config.vocab_size)
         self.forward.load(state)
         self.pool.zero_()  # what other weights wrote is stale, and weights that were broken may have left NaN
 

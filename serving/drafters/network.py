@@ -275,8 +275,9 @@ def split_heads(
     return qk[:, : c.num_heads], qk[:, c.num_heads :], v.transpose(1, 2)
 
 
-def check_state(state: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise DrafterMismatchError unless `state` has exactly these tensors, all finite."""
+def check_state(state: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], vocab_size: int) -> None:
+    """Raise DrafterMismatchError unless `state` has exactly these tensors, all finite, and draft ids of the vocabulary: an
+    index out of bounds would end a process on CUDA."""
     missing, surplus = sorted(set(shapes) - set(state)), sorted(set(state) - set(shapes))
     if missing or surplus:
         raise DrafterMismatchError(f"drafter weights must match their config: missing {missing}, surplus {surplus}")
@@ -285,3 +286,8 @@ def check_state(state: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[in
             raise DrafterMismatchError(f"drafter tensor {name} must be {shapes[name]}, got {tuple(tensor.shape)}")
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise DrafterMismatchError(f"drafter tensor {name} must be finite")
+    ids = state.get("draft_token_ids")
+    if ids is not None and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+        raise DrafterMismatchError(
+            f"draft_token_ids must be in [0, {vocab_size}), got {int(ids.min())}..{int(ids.max())}"
+        )

@@ -53,7 +53,7 @@ def build_model(config: Mapping[str, Any], state: Mapping[str, torch.Tensor]) ->
         model = family.model(family.config.from_dict(config))
     except ConfigError as e:
         raise DrafterMismatchError(str(e)) from e
-    check_state(state, {name: tuple(t.shape) for name, t in model.state_dict().items()})
+    check_state(state, {name: tuple(t.shape) for name, t in model.state_dict().items()}, model.config.vocab_size)
     model.load_state_dict(dict(state))
     return model
 

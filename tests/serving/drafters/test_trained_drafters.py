@@ -49,6 +49,17 @@ def first_block(drafter, temperature=0.0):
     return drafter.propose(inputs), inputs
 
 
+def test_draft_ids_outside_the_vocabulary_are_refused(kind):
+    if kind != "eagle3":
+        pytest.skip("its draft vocabulary is the target's here")
+    model, tables = tiny(kind)
+    drafter = DRAFTERS[kind](model, *tables)
+    for wrong in (V, -1):
+        state = {**model.state_dict(), "draft_token_ids": torch.full((20,), wrong)}
+        with pytest.raises(DrafterMismatchError, match=rf"draft_token_ids must be in \[0, {V}\), got {wrong}..{wrong}"):
+            drafter.load_state(state)
+
+
 def test_a_saved_drafter_loads_for_its_own_target_only(tmp_path, kind):
     model, tables = tiny(kind)
     save_drafter(tmp_path, model, "abc")
