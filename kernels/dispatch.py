@@ -78,7 +78,8 @@ def select_kernels(device: torch.device | str, backend: str = "auto") -> Kernels
 def _select(device_type: str, backend: str) -> Kernels:
     if backend == "auto":
         # Triton is imported for CUDA only: a CPU host may lack it, and its import takes time.
-        backend = "triton" if device_type == "cuda" and _has_triton() and not _is_interpreted() else "reference"
+        is_usable = device_type == "cuda" and _has_triton() and not _is_interpreted() and _compiles()
+        backend = "triton" if is_usable else "reference"
     kernels = _load("reference", "reference", is_capturable=False) if backend == "reference" else _triton(device_type)
     log.info("kernels selected backend=%s device=%s", kernels.backend, device_type)
     return kernels
@@ -92,6 +93,18 @@ def _is_interpreted() -> bool:
     from paceline.kernels.gpu.launch import is_interpreted
 
     return is_interpreted()
+
+
+def _compiles() -> bool:
+    """Whether Triton compiles and launches here: it wants a C compiler and Python's headers, which bare containers lack."""
+    from paceline.kernels.gpu.dense_layer import silu_mul
+
+    try:
+        silu_mul(torch.zeros(1, 2, device="cuda"))
+    except Exception:  # of the compiler, of the driver
+        log.exception("Triton compiles no kernel here; plain torch runs in their place, without graphs")
+        return False
+    return True
 
 
 def _triton(device_type: str) -> Kernels:

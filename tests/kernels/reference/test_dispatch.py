@@ -83,7 +83,11 @@ else:
 
 NO_INTERPRETER = """
 from paceline.errors import ConfigError
+from paceline.kernels import dispatch
 from paceline.kernels.dispatch import select_kernels
+assert select_kernels("cuda").backend == "reference"  # what it compiles cannot be launched here
+dispatch._select.cache_clear()
+dispatch._compiles = lambda: True
 assert select_kernels("cuda").backend == "triton"
 try:
     select_kernels("cpu", "triton")
