@@ -60,10 +60,10 @@ def test_no_kernel_outgrows_shared_memory_or_spills_many_registers(compiled):
     for report in compiled:
         assert report["shared_bytes"] <= SHARED_BYTES, report
         # The widest heads leave no register free while parts are merged, which happens once per part; nor does the tree
-        # kernel at its bounds (1,096 bytes by Triton 3.7.1, less by 3.6 and 3.9).
+        # kernel at its bounds (1,096 bytes by Triton 3.7.1, less by 3.6 and 3.9). 3.6 leaves 8 of narrow trees' acceptance.
         is_wide = report["constants"].get("BLOCK_D") == "256"
         is_largest_tree = report["kernel"] == "_build_kernel" and report["constants"]["C"] == str(MAX_CANDIDATES)
-        limit = 256 if is_wide else 1152 if is_largest_tree else 0
+        limit = 256 if is_wide else 1152 if is_largest_tree else 8 if report["kernel"] == "_accept_rows_kernel" else 0
         assert report["stack_bytes"] <= limit, report
 
 
