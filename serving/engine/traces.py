@@ -95,6 +95,11 @@ class TraceCollector:
         index = [row for _, own in traced for row in own]
         if not index:
             return
+        for request, _ in traced:  # parts of earlier rounds arrived before this one's tokens were read, its own later
+            trace = request.trace
+            if trace is not None and len(trace.parts) >= _MAX_PARTS:
+                joined = trace.joined()
+                trace.parts, trace.bounds = [joined], [0, len(joined)]
         try:
             best = None if rank is None else rank(index)
             if best is not None:
@@ -192,9 +197,6 @@ class TraceCollector:
         for request, count in owners:
             trace = request.trace
             if trace is not None:
-                if len(trace.parts) >= _MAX_PARTS:  # all of them arrived before this round's tokens were read
-                    joined = trace.joined()
-                    trace.parts, trace.bounds = [joined], [0, len(joined)]
                 trace.append(rows, at, at + count)
             at += count
 

@@ -52,6 +52,34 @@ def test_each_request_gets_the_best_tokens_of_its_own_rows_in_order(vocab, max_p
         torch.testing.assert_close(got, torch.stack([top.values for top in kept]))
 
 
+def test_parts_are_joined_when_they_have_arrived(monkeypatch):
+    """As on a device: what is ranked in a round, of several rounds together, is on the host by the next one."""
+    made, errors = collector()
+    (one,), expected, late, rank = [request(True)], [], [], module.best_tokens
+
+    def queued(*args):
+        best = rank(*args)
+        late.append((best, best.clone()))
+        return best.zero_()
+
+    def arrive():
+        for best, values in late:
+            best.copy_(values)
+        late.clear()
+
+    for name, value in (("best_tokens", queued), ("_MAX_PARTS", 4), ("_MIN_ELEMENTS", 150)):
+        monkeypatch.setattr(module, name, value)
+    for seed in range(20):
+        arrive()
+        logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(seed))
+        expected.append(logits[0].topk(4).indices.tolist())
+        made.add([one], [[0]], logits)
+    made._rank()
+    arrive()
+    assert not errors and one.trace.joined()[:, 0].tolist() == expected
+    assert len(one.trace.parts) < 20
+
+
 def test_a_round_of_many_traced_requests_is_ranked_at_once_and_waits_for_nothing():
     calls = []
 
