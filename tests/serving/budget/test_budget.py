@@ -142,6 +142,18 @@ def test_costs_of_many_sizes_are_those_of_each_size():
         assert curve.up_to(size) == [curve.seconds(n) for n in range(1, size + 1)]
 
 
+def test_a_first_run_that_compiles_takes_no_point_from_the_calibration():
+    calls, seen = [], set()
+
+    def measure(rows, requests):
+        calls.append(rows)
+        is_new, _ = rows not in seen, seen.add(rows)
+        return 2.0 if is_new else 1e-3
+
+    CostModel().calibrate(measure, max_rows=513, max_requests=64, limit_s=3.0)
+    assert max(calls) == 513
+
+
 def test_calibration_stops_when_its_time_is_over():
     calls = []
     cost = CostModel()
