@@ -181,6 +181,8 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
         roles = {"live": slots.live_version, "canary": slots.canary_version, "first": slots.first_version}
         if engine.policy.text is not None:
             roles["text"] = engine.policy.text.caps.name
+        failed = slots.failures()  # drafts for nobody, whatever it was found to be worth before
+        roles = {role: version for role, version in roles.items() if version not in failed}
         out["speculation"] = speculation_rows(engine.policy.budget.states(), roles, slots.served())
         if feedback is not None:
             out["feedback"] = feedback.counters()

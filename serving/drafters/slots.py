@@ -421,8 +421,9 @@ class DrafterSlots:
     @property
     def live_slot(self) -> str:
         """Slot that new adaptive requests without a version of their own are pinned to: that of the live version, which is the
-        first drafter's where it has deltas, so that they draft in one pass."""
-        return FIRST_SLOT if self._deltas and self._is_first(self._slots[self._live].version) else self._live
+        first drafter's where it has deltas, so that they draft in one pass, or where the other one failed."""
+        live = self._slots[self._live]
+        return FIRST_SLOT if (self._deltas or live.failure) and self._is_first(live.version) else self._live
 
     @property
     def needs_features(self) -> bool:

@@ -140,6 +140,14 @@ def test_a_failed_slot_drafts_no_more_and_takes_no_new_requests():
     assert slots.pin(Group.ADAPTIVE) == ("B", "v2", -1)
 
 
+def test_a_version_whose_live_slot_failed_is_drafted_with_in_the_hold_backs_slot_and_is_told_when_that_failed_too():
+    slots = make_slots(first=WeightDrafter(1.0))
+    slots.mark_failed("A", "NaN")
+    assert slots.pin(Group.ADAPTIVE) == slots.pin(Group.STATIC) == ("first", "v1", -1) and slots.failures() == {}
+    slots.mark_failed("first", "NaN")
+    assert slots.pin(Group.ADAPTIVE) == (None, "", -1) and slots.failures() == {"v1": "NaN"}
+
+
 def test_a_failed_version_can_be_staged_again_once_its_slot_is_idle():
     slots = make_slots()
     slots.stage("v2", state(2.0))
