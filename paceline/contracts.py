@@ -325,6 +325,10 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     target_version: str = ""
     """Target that it serves; "" = a release that did not tell."""
 
+    def runs(self, gen: int) -> bool:
+        """Whether it took up this generation and its drafter has not failed since."""
+        return self.gen == gen and self.failed_gen != gen
+
 
 TIME_BOUNDS_S = tuple(float(f"{m}e{e}") for e in range(-4, 3) for m in (1, 2, 3, 5)) + (1000.0,)
 """Upper ends of a histogram's cells, seconds: 0.1 ms to 1,000 s, each at most twice the one before it."""

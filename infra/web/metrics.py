@@ -89,7 +89,7 @@ _TABLE: tuple[tuple[MetricSpec, Callable[[Snapshot], Value]], ...] = (
     (controller_spec("controller_pinned", "gauge", "1", "1 while an operator has pinned a version"), lambda s: None if s.bandit is None else s.bandit.pinned is not None),
     (controller_spec("desired_generation", "gauge", "1", "Generation of the desired state"), lambda s: s.gen),
     (controller_spec("replicas_alive", "gauge", "1", "Replicas with a fresh report"), lambda s: len(s.replicas)),
-    (controller_spec("replicas_converged", "gauge", "1", "Replicas that run the desired generation"), lambda s: sum(r.gen == s.gen for r in s.replicas)),
+    (controller_spec("replicas_converged", "gauge", "1", "Replicas that run the desired generation"), lambda s: sum(r.runs(s.gen) for r in s.replicas)),
     (controller_spec("training_jobs_running", "gauge", "1", "Training jobs in flight"), lambda s: s.job is not None),
     (controller_spec("decisions", "counter", "1", "Decisions of the policy, by action", "action"), lambda s: None if s.bandit is None else {(action,): n for action, n in s.bandit.num_decisions.items()}),
     (controller_spec("ledger_seconds", "gauge", "s", "Device-seconds spent or saved, by kind", "kind"), lambda s: {(kind,): seconds for kind, seconds in s.ledger.by_kind.items()}),

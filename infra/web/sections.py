@@ -147,7 +147,7 @@ def _roles(state: Snapshot, version: str) -> list[str]:
 
 def _replicas(state: Snapshot) -> list[dict[str, Any]]:
     return [
-        _fields(r, _REPLICA_FIELDS) | {"is_converged": r.gen == state.gen}
+        _fields(r, _REPLICA_FIELDS) | {"is_converged": r.runs(state.gen)}
         for r in sorted(state.replicas, key=lambda r: r.replica_id)
     ]
 

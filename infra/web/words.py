@@ -256,7 +256,7 @@ def _replicas_behind(state: Snapshot) -> dict[str, Any] | None:
     """How many replicas run the generation that is wanted and which refused it; None when all run it or none reports."""
     gen, reports = state.gen, state.replicas
     refused = [r for r in reports if r.failed_gen == gen]
-    num_running = sum(r.gen == gen and r.failed_gen != gen for r in reports)
+    num_running = sum(r.runs(gen) for r in reports)
     if num_running == len(reports):
         return None
     tried = state.canary is not None

@@ -195,6 +195,13 @@ def test_scrape_holds_the_replica_and_the_controller():
         assert absent not in alone
 
 
+def test_a_replica_whose_drafter_failed_does_not_run_what_is_wanted():
+    well = ReplicaReport(replica_id="r1", gen=3, version="v2", slots={}, failed_gen=None, failed_reason="", swap_pause_ms=[], ts=1.0)  # fmt: skip
+    broken = replace(well, replica_id="r2", failed_gen=3, failed_reason="failed while serving: NaN")
+    text = render_metrics({}, Snapshot(ts=1.0, gen=3, replicas=[well, broken]))[0].decode()
+    assert '\npaceline_replicas_alive{model=""} 2.0' in text and '\npaceline_replicas_converged{model=""} 1.0' in text
+
+
 def test_scrape_does_not_wait_for_a_controller_that_hangs():
     gate, calls = threading.Event(), []
 
