@@ -125,12 +125,17 @@ def _trial_end(trial: TrialEnd) -> str:
 
 
 def shares(state: Snapshot) -> list[dict[str, Any]]:
-    """[{role, version, percent, label}] of requests that name no group, by the latest traffic; percentages sum to 100.
+    """[{role, version, percent, label}] of requests that name no group, by the latest traffic, or all where there is none now;
+    percentages sum to 100.
 
     Roles: live (classes without a version of their own), class (`label` names it), canary, hold-back.
     """
     held, canary = float(state.holdback_percent), state.canary
     tokens = {name: sum(sums.tokens for sums in traffic.recent.values()) for name, traffic in state.buckets.items()}
+    if not any(tokens.values()):
+        tokens = {
+            name: sum(sums.tokens for sums in traffic.groups().values()) for name, traffic in state.buckets.items()
+        }
     part = {name: (100.0 - held) * n / (sum(tokens.values()) or 1) for name, n in tokens.items()}
     own = {name: part[name] for name in sorted(state.class_versions) if part.get(name)}
     live, tried = 100.0 - held - sum(own.values()), 0.0

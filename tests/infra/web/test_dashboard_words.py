@@ -133,6 +133,14 @@ def test_classes_with_versions_of_their_own_share_by_their_latest_traffic(held, 
         assert by_class.get(bucket, 0.0) == pytest.approx(expected)
 
 
+def test_a_pause_of_traffic_changes_no_shares():
+    sums = {b: GroupSums(tokens=n, rounds=1, acceptance_length=None, acceptance_rate=None, tokens_per_s=None) for b, n in (("math", 300), ("code", 100))}  # fmt: skip
+    for is_idle in (False, True):
+        buckets = {b: BucketTraffic(adaptive=s, recent={} if is_idle else {"adaptive": s}) for b, s in sums.items()}
+        rows = shares(state(holdback_percent=20, class_versions={"math": "v-math"}, buckets=buckets))
+        assert [(r["label"], r["percent"]) for r in rows] == [("live", 20.0), ("math", 60.0), ("hold-back", 20.0)]
+
+
 def test_canary_is_told_with_its_evidence_and_its_end():
     trial = CanaryRollout(version="v3", incumbent="v2", share_percent=10, ratio=1.12, num_requests=60, num_canary_requests=8)  # fmt: skip
     text = rollout_words(state(rollout=trial))
