@@ -77,7 +77,7 @@ export class Traffic {
     const marks = { regime: "the traffic changed", decision: "a decision acted", swap: "a version was swapped in" };
     show(byId("legend"), ...shownGroups(trial).map((g) => el("span", { class: `key ${g}` }, NAMES[g])), ...Object.entries(marks).map(([k, text]) => el("span", { class: `key line ${k}` }, text)));
     this.table(rows, trial);
-    this.drafting(rows);
+    this.drafting(rows, parts.head?.num_buckets);
     const place = byId("buckets");
     if (!shown.length) return show(place, el("p", { class: "hint" }, "No traffic has been measured yet: send requests to /v1/completions."));
     if (JSON.stringify(shown) !== place.dataset.shown || !place.querySelector(".pair")) {
@@ -104,12 +104,13 @@ export class Traffic {
     return draw(node, traces, { title, shapes, xaxis: { type: "date", tickformat: "%H:%M" }, yaxis: { rangemode: value === 1 ? "tozero" : "normal" } });
   }
   /** Where the engine of this replica drafts, in a sentence. */
-  drafting(rows) {
+  drafting(rows, total) {
     const known = rows.filter((r) => Object.keys(r.speculation ?? {}).length);
     const off = known.filter((r) => !Object.values(r.speculation).some((on) => on)).map((r) => r.bucket);
     const names = off.slice(0, MAX_SHOWN).join(", ") + (off.length > MAX_SHOWN ? ` and ${off.length - MAX_SHOWN} more` : "");
-    show(byId("drafting"), !known.length ? "" : !off.length ? `Drafting is on for ${known.length === 1 ? "the one bucket" : `all ${known.length} buckets`} with traffic.`
-      : el("span", { class: "busy" }, `Drafting is off for ${off.length} of ${known.length} buckets: it loses there (${names}).`));
+    const busiest = total > rows.length ? `the ${known.length} busiest of ${total} buckets` : "";
+    show(byId("drafting"), !known.length ? "" : !off.length ? `Drafting is on for ${busiest || `${known.length === 1 ? "the one bucket" : `all ${known.length} buckets`} with traffic`}.`
+      : el("span", { class: "busy" }, `Drafting is off for ${off.length} of ${busiest || `${known.length} buckets`}: it loses there (${names}).`));
   }
   table(rows, trial) {
     const cell = (group, key, digits) => ({ name: `${group} ${key === "tokens_per_s" ? "tok/s" : "accept."}`, number: true, value: (r) => number(r.recent?.[group]?.[key], digits) });

@@ -69,11 +69,12 @@ def _head(state: Snapshot) -> dict[str, Any]:
         "arms": state.bandit.arms if state.bandit is not None else [],
         "pinned": state.bandit.pinned if state.bandit is not None else None,
         "bank_s": state.bandit.bank_s if state.bandit is not None else None,
+        "num_buckets": len(state.buckets),
     }
 
 
 def _buckets(state: Snapshot) -> list[dict[str, Any]]:
-    """Buckets by recent tokens, with the latest 30 s of every group and what is believed of them."""
+    """The NUM_BUCKETS busiest by recent tokens, with the latest 30 s of every group and what is believed of them."""
     beliefs = state.bandit.beliefs if state.bandit is not None else {}
     speculation: dict[str, dict[str, bool]] = {}
     for row in state.replica.speculation if state.replica is not None else []:

@@ -18,6 +18,7 @@ import pytest
 from paceline.infra.controller.snapshot import SpeculationState
 from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.redis_clients import Keys
+from paceline.infra.web import sections as web_sections
 from paceline.infra.web.access import Access
 from paceline.infra.web.dashboard_routes import dashboard_router
 from paceline.infra.web.feed import DashboardFeed
@@ -230,7 +231,9 @@ def test_why_the_stream_is_refused_is_said(place: Place) -> None:
         watch.wait(f"document.getElementById('status').textContent.startsWith('{reason}, trying again')")
 
 
-def test_where_drafting_is_off_is_said_beside_the_speed(place: Place, open_page: Watch) -> None:
+def test_where_drafting_is_off_is_said_beside_the_speed(
+    place: Place, open_page: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert open_page.page.locator("#drafting").text_content() == "", "nothing is known"
     told = [
         ("code", "adaptive", True),
@@ -243,6 +246,9 @@ def test_where_drafting_is_off_is_said_beside_the_speed(place: Place, open_page:
     open_page.wait(f"{said} === 'Drafting is off for 1 of 3 buckets: it loses there (math).'")
     place.scene.speculation = [msgspec.structs.replace(s, is_on=True) for s in place.scene.speculation]
     open_page.wait(f"{said} === 'Drafting is on for all 3 buckets with traffic.'")
+    with monkeypatch.context() as limited:
+        limited.setattr(web_sections, "NUM_BUCKETS", 2)
+        open_page.wait(f"{said} === 'Drafting is on for the 2 busiest of 3 buckets.'")
     place.scene.speculation = []
     open_page.check_clean(place.url)
 
@@ -375,7 +381,9 @@ def test_closed_dashboard_asks_for_a_token_and_forgets_it_with_the_tab(place: Pl
         for field in ("login", "admin"):
             watch.page.locator(f"#{field}-token").fill("令牌")
             watch.page.keyboard.press("Enter")
-            assert not watch.page.evaluate("sessionStorage.length"), "no header can carry it, so no request would be sent"
+            assert not watch.page.evaluate("sessionStorage.length"), (
+                "no header can carry it, so no request would be sent"
+            )
         watch.page.locator("#login-token").fill("api")
         watch.page.keyboard.press("Enter")
         watch.page.locator("#answer-serves").wait_for()
