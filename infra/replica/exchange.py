@@ -48,7 +48,7 @@ class ReplicaNumbers(msgspec.Struct, kw_only=True):
 
 
 class NumbersExchange:
-    """One process's end of the exchange. Thread-safe; `start` and `close` it where there is a Redis."""
+    """One process's end of the exchange. Thread-safe; `start` and `close` it."""
 
     def __init__(
         self, redis_url: str | None, keys: Keys, process_id: str, read: Callable[[], ReplicaNumbers],
@@ -66,9 +66,8 @@ class NumbersExchange:
         """Processes of the service, of whatever kind, that wrote lately, this one included; None = not known yet."""
 
     def start(self) -> NumbersExchange:
-        if self._client is not None:
-            self._thread = threading.Thread(target=self._run, name="numbers", daemon=True)
-            self._thread.start()
+        self._thread = threading.Thread(target=self._run, name="numbers", daemon=True)
+        self._thread.start()
         return self
 
     def close(self) -> None:
@@ -149,7 +148,11 @@ class NumbersExchange:
     def _run(self) -> None:
         while not self._stop.wait(PERIOD_S):
             try:
-                self._write(self.own())
+                own = (
+                    self.own()
+                )  # without a Redis, too: what came in the past minute is told from what was there before
+                if self._client is not None:
+                    self._write(own)
             except (RedisError, OSError) as e:
                 self._note(e)
             except Exception:  # one that stops writing would vanish from every scrape

@@ -1,5 +1,6 @@
 """Claims of infra/replica/exchange.py against a real server: one scrape shows every process, and what it shows never falls."""
 
+import threading
 import time
 
 import pytest
@@ -130,6 +131,20 @@ def test_while_redis_is_away_a_process_tells_of_itself_at_once(own_redis, keys):
     assert a.scrape() == {"a": 7}
     a.rounds = 8
     assert a.scrape() == {"a": 8}
+
+
+def test_the_past_minute_is_known_without_a_redis_before_anybody_asks(keys, monkeypatch):
+    monkeypatch.setattr("paceline.infra.replica.exchange.PERIOD_S", 0.01)
+    alone, seen = Process(None, keys, "a"), threading.Semaphore(0)
+    read = alone.exchange._read
+    alone.exchange._read = lambda: seen.release() or read()
+    alone.exchange.start()
+    try:
+        assert all(seen.acquire(timeout=10) for _ in range(2)), "the numbers before are noted"
+        alone.http.times(True).whole.observe(0.5)
+        assert sum(alone.exchange.gather(ENGINE)["a"].recent.streamed.whole.counts) == 1
+    finally:
+        alone.exchange.close()
 
 
 def test_recent_forgets_what_is_older_than_its_window(pair):
