@@ -346,11 +346,14 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """A newer controller took over."""
     errors: ControllerErrors = ControllerErrors()
     replica: ReplicaState | None = None
-    """Of the replica that was asked, like `latency`, `target` and `has_controller`; a controller by itself sets none of them."""
+    """Of the replica that was asked, like `latency`, `target`, `has_controller` and `is_adaptive`; a controller by itself sets none
+    of them."""
     latency: LatencyState | None = None
     """Of all replicas; None where nothing speaks HTTP yet."""
     target: str = ""
     has_controller: bool = False
+    is_adaptive: bool = True
+    """False: the service has no controller, since its drafter cannot be trained or there is no Redis."""
 
     @property
     def pinned(self) -> str | None:
@@ -364,8 +367,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _WITHOUT_CONTROLLER = (
-    "gen", "version", "first_version", "replica", "target", "target_version", "model", "has_controller", "redis_up", "read_only",
-    "feedback", "latency",
+    "gen", "version", "first_version", "replica", "target", "target_version", "model", "has_controller", "is_adaptive", "redis_up",
+    "read_only", "feedback", "latency",
 )  # fmt: skip
 
 

@@ -73,7 +73,7 @@ function showHealth(h) {
   const f = h.feedback ?? {};
   const lost = (f.dropped ?? 0) + (f.lost_entries ?? 0) + (f.missing_batches ?? 0);
   facts(byId("health"), [
-    ["Redis", h.redis_up && !h.is_redis_full ? "reachable" : h.redis_up ? el("span", { class: "bad" }, "out of memory or disk: serving goes on, nothing is stored") : el("span", { class: "bad" }, "away: serving goes on, nothing is decided")], ["controller", h.has_controller ? `start ${h.epoch ?? "-"}, snapshot ${ago(h.ts, now)}` : el("span", { class: "bad" }, "away")],
+    ["Redis", !h.is_adaptive ? null : h.redis_up && !h.is_redis_full ? "reachable" : h.redis_up ? el("span", { class: "bad" }, "out of memory or disk: serving goes on, nothing is stored") : el("span", { class: "bad" }, "away: serving goes on, nothing is decided")], ["controller", !h.is_adaptive ? "none: nothing adapts" : h.has_controller ? `start ${h.epoch ?? "-"}, snapshot ${ago(h.ts, now)}` : el("span", { class: "bad" }, "away")],
     ["stored state", h.read_only ? el("span", { class: "bad" }, h.read_only) : null], ["data folder", h.folder_error ? el("span", { class: "bad" }, h.folder_error) : null],
     ["errors of the controller", h.errors.count ? el("span", { class: "bad" }, `${h.errors.count}: ${h.errors.last}`) : "none"], ["feedback not read yet (lag)", f.lag === null || f.lag === undefined ? "-" : `${whole(f.lag)} batches`],
     ["feedback rows folded", whole(f.delivered)], ["lost on the way", lost ? el("span", { class: "bad" }, `${whole(f.dropped)} rows dropped, ${whole(f.missing_batches)} batches missing, ${whole(f.lost_entries)} entries trimmed`) : "nothing"], ["delivered twice, counted once", whole(f.duplicates)],
@@ -96,7 +96,7 @@ function update(data) {
 
 function status(text = null, tone = "bad") {
   const h = parts.head;
-  if (!text && h) [text, tone] = !h.has_controller ? ["controller away: showing the latest known", "bad"] : h.is_paused ? ["paused", "busy"] : parts.jobs?.running ? ["live, training", "busy"] : ["live", "good"];
+  if (!text && h) [text, tone] = !h.is_adaptive ? ["live, nothing adapts", "good"] : !h.has_controller ? ["controller away: showing the latest known", "bad"] : h.is_paused ? ["paused", "busy"] : parts.jobs?.running ? ["live, training", "busy"] : ["live", "good"];
   const node = byId("status");
   if (text && node.textContent !== text) node.textContent = text;
   node.dataset.tone = tone;

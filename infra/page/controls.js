@@ -33,6 +33,7 @@ export class Controls {
   }
   show(parts) {
     const head = parts.head, versions = parts.versions ?? [];
+    byId("controls").hidden = !head.is_adaptive; // there is no controller to command
     const pause = byId("pause");
     pause.dataset.command = head.is_paused ? "resume" : "pause";
     pause.textContent = head.is_paused ? "Resume decisions" : "Pause decisions";

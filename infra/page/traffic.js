@@ -79,7 +79,7 @@ export class Traffic {
     this.table(rows, trial);
     this.drafting(rows, parts.head?.num_buckets);
     const place = byId("buckets");
-    if (!shown.length) return show(place, el("p", { class: "hint" }, "No traffic has been measured yet: send requests to /v1/completions."));
+    if (!shown.length) return show(place, el("p", { class: "hint" }, parts.head?.is_adaptive === false ? "Where nothing adapts no traffic is measured by bucket; /metrics has its sums." : "No traffic has been measured yet: send requests to /v1/completions."));
     if (JSON.stringify(shown) !== place.dataset.shown || !place.querySelector(".pair")) {
       place.dataset.shown = JSON.stringify(shown);
       place.replaceChildren(...shown.map((b) => el("div", {}, el("h3", {}, b), el("div", { class: "pair" }, el("div", { class: "chart", role: "img", "aria-label": `Acceptance length of ${b}` }), el("div", { class: "chart", role: "img", "aria-label": `Speed of ${b}` })))));

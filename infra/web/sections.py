@@ -63,7 +63,17 @@ def _fields(record: msgspec.Struct, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _head(state: Snapshot) -> dict[str, Any]:
-    names = ("model", "target", "policy", "is_paused", "has_controller", "gen", "version", "first_version")
+    names = (
+        "model",
+        "target",
+        "policy",
+        "is_paused",
+        "has_controller",
+        "is_adaptive",
+        "gen",
+        "version",
+        "first_version",
+    )
     return _fields(state, names) | {
         "policies": sorted({*POLICIES, *filter(None, [state.policy])}),  # the one in force may be another's class
         "arms": state.bandit.arms if state.bandit is not None else [],
@@ -170,6 +180,7 @@ def _health(state: Snapshot) -> dict[str, Any]:
                 "read_only",
                 "folder_error",
                 "has_controller",
+                "is_adaptive",
                 "is_fenced",
                 "errors",
                 "epoch",

@@ -178,6 +178,7 @@ class ServiceView:
             feedback=FeedbackCounts(**{k: sent[k] for k in ("produced", "delivered", "dropped") if k in sent}),
             replica=replica,
             latency=latency,
+            is_adaptive=self.is_adaptive,
         )
 
     def traffic(self, since: float) -> list[TrafficBin] | None:

@@ -41,9 +41,11 @@ def answers(state: Snapshot) -> list[dict[str, Any]]:
 
 def _is_it_paying(state: Snapshot) -> dict[str, Any]:
     out: dict[str, Any] = {"id": "paying", "question": "Is adaptation paying?", "tone": "flat"}
-    if state.ts is None:
-        text = "This service does not adapt: it has no controller, or the controller has not answered yet."
+    if not state.is_adaptive:
+        text = "This service does not adapt: its drafter cannot be trained, or it has no Redis."
         return {**out, "verdict": "No adaptation", "text": text}
+    if state.ts is None:
+        return {**out, "verdict": "Not known yet", "text": "The controller has not answered yet."}
     spent, saved = state.ledger.spent_s, state.ledger.saved_s
     net, low, high = net_interval(state)
     half = (high - low) / 2
@@ -85,6 +87,8 @@ def _last_decision(state: Snapshot) -> dict[str, Any]:
     out: dict[str, Any] = {"id": "decided", "question": question, "tone": "flat"}
     if state.is_paused:
         out["note"] = "Decisions are paused by an operator."
+    if not state.is_adaptive:
+        return {**out, "verdict": "Nothing to decide", "text": "There is no controller where nothing adapts."}
     if not decisions:
         waiting = "The controller decides at the end of every epoch, from measured traffic."
         return {**out, "verdict": "Nothing decided yet", "text": waiting}

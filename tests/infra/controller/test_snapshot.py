@@ -23,7 +23,7 @@ GOLDEN = {
         "ts age_s model target_version epoch commit gen version first_version holdback_percent class_versions history versions policy "
         "is_paused notes decisions ledger ledger_cells saved_interval_s ledger_entries buckets rows class_shares job swaps "
         "rollout lifecycle evicted replicas feedback bandit redis_up is_redis_full folder_error folder_hung_s folder_hangs read_only is_fenced errors replica latency target "
-        "has_controller"
+        "has_controller is_adaptive"
     ),
     "versions": (
         "version sha256 num_bytes drafter_type shapes_hash target_version parent arm bucket num_train_rows delta_of "
@@ -125,7 +125,7 @@ def test_replica_without_a_controller_says_only_what_it_knows(scene: Scene) -> N
         document = state_json(scene.state())
     finally:
         scene.is_away = False
-    assert set(document) == {"gen", "version", "first_version", "replica", "target", "target_version", "model", "has_controller", "redis_up", "read_only", "feedback", "latency"}  # fmt: skip
+    assert set(document) == {"gen", "version", "first_version", "replica", "target", "target_version", "model", "has_controller", "is_adaptive", "redis_up", "read_only", "feedback", "latency"}  # fmt: skip
     assert set(document["feedback"]) == {"produced", "delivered", "dropped"}
     assert parse_state(msgspec.json.encode(document)).version == FIRST
 

@@ -10,12 +10,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
-from paceline.infra.controller.snapshot import SpeculationState
+from paceline.infra.controller.snapshot import ReplicaState, Snapshot, SpeculationState
 from paceline.infra.replica.feedback import make_batch
 from paceline.infra.state.redis_clients import Keys
 from paceline.infra.web import sections as web_sections
@@ -391,6 +392,20 @@ def test_closed_dashboard_asks_for_a_token_and_forgets_it_with_the_tab(place: Pl
         assert watch.page.context.cookies() == []
         assert watch.page.evaluate("JSON.stringify(localStorage).includes('api')") is False
         watch.check_clean(url)
+
+
+def test_a_service_that_does_not_adapt_is_told_from_one_whose_controller_is_away(place: Place) -> None:
+    for is_adaptive in (True, False):
+        shown = Snapshot(version="lookup", first_version="lookup", replica=ReplicaState(), is_adaptive=is_adaptive)
+        view: Any = SimpleNamespace(state=lambda shown=shown: shown, traffic=lambda since: None)
+        with serve(view, Access()) as url, watched_page(place.browser) as watch:
+            watch.page.goto(f"{url}/dashboard")
+            watch.wait("document.getElementById('health').textContent.includes('controller')")
+            texts = [watch.page.locator(f"#{name}").text_content() or "" for name in ("status", "health", "buckets")]
+            assert all(("away" in text) is is_adaptive for text in texts[:2]), texts
+            assert texts[2].startswith("No traffic has been measured yet" if is_adaptive else "Where nothing adapts")
+            assert watch.page.locator("#controls").is_visible() is is_adaptive
+            watch.check_clean(url)
 
 
 def test_exports_are_saved_by_the_page(open_page: Watch) -> None:

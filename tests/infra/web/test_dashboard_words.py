@@ -94,9 +94,11 @@ def test_without_a_holdback_share_the_answer_says_that_savings_are_not_measured(
 
 
 def test_service_without_controller_says_that_it_does_not_adapt():
-    found = answers(Snapshot(version="lookup", first_version="lookup"))
-    assert found[0]["verdict"] == "No adaptation"
+    found = answers(Snapshot(version="lookup", first_version="lookup", is_adaptive=False))
+    assert [a["verdict"] for a in found[:2]] == ["No adaptation", "Nothing to decide"]
     assert "first drafter" in found[2]["verdict"]
+    away = answers(Snapshot(version="v1", first_version="v1"))
+    assert [a["verdict"] for a in away[:2]] == ["Not known yet", "Nothing decided yet"]
 
 
 def test_the_policy_in_force_can_be_chosen_whoever_wrote_it():
