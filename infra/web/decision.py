@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from paceline.bandit.off_policy.estimate import is_operators
 from paceline.contracts import Decision, LedgerEntry
 from paceline.infra.controller.snapshot import Snapshot
 from paceline.infra.web.words import decision_title, seconds, short, within
@@ -13,7 +14,7 @@ _MEANING = {
     "hold": "It changed nothing: the live drafter stayed.",
     "train": "It ordered a training job; its result goes through the gate before any request sees it.",
     "recall": "It brought an older drafter version back without training.",
-    "rollback": "It took the live drafter away and brought an older one back.",
+    "rollback": "It took a version away from those that it served and gave them an older one.",
     "pin": "An operator fixed the live drafter; the policy holds until the pin is removed.",
 }
 
@@ -60,9 +61,15 @@ def decision_page(state: Snapshot, decision_id: int) -> dict[str, Any] | None:
 def words(d: Decision, entries: list[LedgerEntry]) -> list[str]:
     """Sentences for somebody who has never seen the service: what, why, what was expected, what came of it."""
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(d.ts))
-    who = "an operator" if d.policy == "operator" or d.action == "pin" else f"the policy '{d.policy}'"
-    about = f" for traffic bucket '{d.bucket}'" if d.bucket and d.action != "train" else ""
-    out = [f"On {when} {who} decided: {within(decision_title(d))}{about}."]
+    who = f"the policy '{d.policy}' decided"
+    if (
+        d.action == "rollback" and "epoch" not in d.context
+    ):  # an operator's, or for a replica's refusal; the reason says which
+        who = "it was decided, whatever the policy thinks"
+    elif is_operators(d):
+        who = "an operator decided"
+    about = f" for traffic bucket '{d.bucket}'" if d.bucket and d.action == "hold" else ""
+    out = [f"On {when} {who}: {within(decision_title(d))}{about}."]
     if d.action in _MEANING:
         out.append(_MEANING[d.action])
     if d.reason:

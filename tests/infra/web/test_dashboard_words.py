@@ -279,6 +279,18 @@ def test_decision_page_knows_its_entries_and_neighbours_and_nothing_of_unknown_i
     assert compare(d)[2] == {"what": "net, device-seconds", "expected": 6.0, "realised": -2.5}
 
 
+def test_a_decisions_page_says_who_decided_and_names_the_class_once():
+    def said(action: str, **values) -> str:
+        return words(decision(8, action, version="v2", **values), [])[0].split(" UTC ")[1]
+
+    ticked = {"epoch": 3}
+    assert said("recall", context=ticked) == "the policy 'payoff' decided: recall v2 for math."
+    assert said("rollback", context=ticked) == "the policy 'payoff' decided: rollback v2 for math."
+    assert said("hold", context=ticked) == "the policy 'payoff' decided: hold for traffic bucket 'math'."
+    assert said("pin", bucket="") == "an operator decided: pin v2."
+    assert said("rollback", bucket="", reason="rolled back from v3 to v2 by the operator") == "it was decided, whatever the policy thinks: rollback v2."  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "outcome", [None, "accepted", "kept", "rejected", "learning", "failed", "stopped", "something {new}"]
 )
