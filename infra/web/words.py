@@ -50,7 +50,7 @@ def _is_it_paying(state: Snapshot) -> dict[str, Any]:
     net, low, high = net_interval(state)
     half = (high - low) / 2
     if spent == 0 and saved == 0:
-        text = "Nothing was spent and nothing was saved yet: no training job has run."
+        text = "Nothing was spent and nothing was saved yet: no training job has ended."
         return {**out, "verdict": "Nothing spent yet", "text": text}
     spread = f" ± {half:,.1f} s" if half >= 0.05 else ""
     text = (
