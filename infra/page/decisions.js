@@ -2,7 +2,7 @@
 
 import { ROOT } from "./api.js";
 import { byId, clock, color, el, number, options, short, show, signed, table } from "./dom.js";
-import { date, draw, mark, plain, wrap } from "./plot.js";
+import { TIME, date, draw, mark, plain, wrap } from "./plot.js";
 
 const LANES = ["hold", "pin", "rollback", "recall", "train"];
 const TONE = { hold: "flat", train: "busy", recall: "good", rollback: "bad", pin: "accent" };
@@ -23,7 +23,7 @@ export async function drawDecisions(part, regimes) {
     draw(byId("timeline"), [{
       type: "scatter", mode: "markers", x: rows.map((d) => date(d.ts)), y: rows.map((d) => plain(d.action)), text: rows.map((d) => `${plain(d.title)}, ${clock(d.ts)}<br>${wrap(d.reason)}`),
       hovertemplate: "%{text}<extra></extra>", marker: { size: 11, color: rows.map((d) => color(TONE[d.action] ?? "accent")), symbol: rows.map((d) => (d.action === "hold" ? "circle-open" : "diamond")) }, meta: { ids: rows.map((d) => d.decision_id) },
-    }], { title: "Time line (hover for the reason)", shapes: (regimes?.starts ?? []).filter((t) => t > first).map((t) => mark(t, "muted", "dash")), xaxis: { type: "date", tickformat: "%H:%M" }, yaxis: { type: "category", categoryorder: "array", categoryarray: lanes.map((l) => plain(l)), range: [-0.5, lanes.length - 0.5] } }),
+    }], { title: "Time line (hover for the reason)", shapes: (regimes?.starts ?? []).filter((t) => t > first).map((t) => mark(t, "muted", "dash")), xaxis: TIME, yaxis: { type: "category", categoryorder: "array", categoryarray: lanes.map((l) => plain(l)), range: [-0.5, lanes.length - 0.5] } }),
     draw(byId("expected"), [
       bar("expected", acted, expectedNet, "plain"), bar("realised so far", acted, realisedNet, "adaptive"),
     ], { title: "Net device-seconds: expected and realised so far", barmode: "group", showlegend: true, legend: { orientation: "h", y: -0.15 }, yaxis: { type: "category", autorange: "reversed" },
@@ -56,7 +56,7 @@ export async function drawLedger(part) {
   const bars = (name, key, tone, sign) => ({ type: "bar", orientation: "h", name, y: names, x: by.map((r) => sign * r[key]), marker: { color: color(tone) }, hovertemplate: `%{y}: %{x:.2f} s ${name}<extra></extra>` });
   const legend = { showlegend: true, legend: { orientation: "h", y: -0.15 } };
   await Promise.all([
-    draw(byId("ledger"), [line("saved", saved_s, "good", "dash"), line("spent", spent_s, "bad", "dot"), line("net", net_s, "adaptive", "solid")], { title: "Device-seconds since the beginning", ...legend, annotations: ts.length ? [] : none, xaxis: { type: "date", tickformat: "%H:%M", visible: ts.length > 0 }, yaxis: { ticksuffix: " s" } }),
+    draw(byId("ledger"), [line("saved", saved_s, "good", "dash"), line("spent", spent_s, "bad", "dot"), line("net", net_s, "adaptive", "solid")], { title: "Device-seconds since the beginning", ...legend, annotations: ts.length ? [] : none, xaxis: { ...TIME, visible: ts.length > 0 }, yaxis: { ticksuffix: " s" } }),
     draw(byId("ledger-by"), [bars("saved", "saved_s", "good", 1), bars("spent", "spent_s", "bad", -1)], { title: `Saved (right) and spent (left) by ${byId("split").value}`, barmode: "relative", ...legend, annotations: by.length ? [] : none, xaxis: { visible: by.length > 0, ticksuffix: " s" }, yaxis: { type: "category", autorange: "reversed", tickvals: names, ticktext: by.map((r) => plain(r.name, 26)) } }),
   ]);
 }

@@ -40,6 +40,9 @@ export const date = (ts) => new Date(ts * 1000);
 /** A vertical line through the whole chart at a time. */
 export const mark = (ts, name, dash = "dot") => ({ type: "line", xref: "x", yref: "paper", x0: date(ts), x1: date(ts), y0: 0, y1: 1, line: { color: color(name), width: 1, dash } });
 
+/** An axis of times: no two labels are alike, however short or long it is. */
+export const TIME = { type: "date", tickformatstops: [{ dtickrange: [null, 59999], value: "%H:%M:%S" }, { dtickrange: [60000, 21599999], value: "%H:%M" }, { dtickrange: [21600000, null], value: "%b %-d, %H:%M" }] };
+
 /** Draw or update a chart; waits for Plotly. `layout` is merged over the common one, axes deeply. */
 export async function draw(node, traces, layout = {}) {
   const Plotly = await loadPlotly();

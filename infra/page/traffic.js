@@ -2,7 +2,7 @@
 
 import { getJson } from "./api.js";
 import { byId, color, el, number, options, show, table, whole } from "./dom.js";
-import { date, draw, mark, plain } from "./plot.js";
+import { TIME, date, draw, mark, plain } from "./plot.js";
 
 const GROUPS = ["adaptive", "static", "plain"];
 const NAMES = { adaptive: "adaptive (its class's version)", static: "hold-back (first drafter)", plain: "plain (no drafter)", canary: "canary (version on trial)" };
@@ -101,7 +101,7 @@ export class Traffic {
       type: "scatter", mode: "lines+markers", name: NAMES[l.group], x: l.x, y: l.y, connectgaps: false, marker: { color: color(l.group), size: 4 },
       line: { color: color(l.group), dash: DASH[l.group], width: 2, shape: "linear" }, hovertemplate: `${plain(bucket)}, ${l.group}: %{y:.2f}<extra></extra>`, meta: { bucket, group: l.group },
     }));
-    return draw(node, traces, { title, shapes, xaxis: { type: "date", tickformat: "%H:%M" }, yaxis: { rangemode: value === 1 ? "tozero" : "normal" } });
+    return draw(node, traces, { title, shapes, xaxis: TIME, yaxis: { rangemode: value === 1 ? "tozero" : "normal" } });
   }
   /** Where the engine of this replica drafts, in a sentence. */
   drafting(rows, total) {

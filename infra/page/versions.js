@@ -2,7 +2,7 @@
 
 import { ago, byId, clock, color, el, facts, number, short, show, table, whole } from "./dom.js";
 import { link } from "./decisions.js";
-import { date, draw, plain } from "./plot.js";
+import { TIME, date, draw, plain } from "./plot.js";
 
 const best = (scores) => Object.entries(scores).sort((a, b) => b[1] - a[1]);
 const tone = (v) => (v.roles.includes("live") ? "adaptive" : v.roles.includes("canary") ? "canary" : v.roles.includes("first") ? "static" : "plain");
@@ -66,7 +66,7 @@ export function showRollout(part) {
 export async function drawSwaps(part) {
   const n = Math.min(part.times.length, part.pause_ms.length);
   await draw(byId("swaps"), [{ type: "scatter", mode: "markers", x: part.times.slice(-n).map(date), y: part.pause_ms.slice(-n), marker: { color: color("good"), size: 9 }, hovertemplate: "%{y:.3f} ms<extra></extra>" }], {
-    title: n ? "Milliseconds that the engine stood still" : "", annotations: n ? [] : [{ text: "no swap yet", showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5 }], xaxis: { type: "date", tickformat: "%H:%M", visible: n > 0 }, yaxis: { rangemode: "tozero", visible: n > 0, ticksuffix: " ms" },
+    title: n ? "Milliseconds that the engine stood still" : "", annotations: n ? [] : [{ text: "no swap yet", showarrow: false, xref: "paper", yref: "paper", x: 0.5, y: 0.5 }], xaxis: { ...TIME, visible: n > 0 }, yaxis: { rangemode: "tozero", visible: n > 0, ticksuffix: " ms" },
   });
 }
 

@@ -208,6 +208,23 @@ def test_times_of_other_days_have_their_day(place: Place, open_page: Watch) -> N
     assert re.fullmatch(r"[A-Z][a-z]{2} \d+, \d\d:\d\d:\d\d", open_page.page.evaluate(clock, 86_400))
 
 
+@pytest.mark.parametrize("span_s", [20, 90, 1200, 10_800, 86_400, 5 * 86_400])
+def test_no_two_labels_of_a_time_axis_are_alike(open_page: Watch, span_s: int) -> None:
+    labels = open_page.page.evaluate(
+        """async (span_s) => {
+            const { TIME, date, draw } = await import(document.querySelector("script[type=module]").src.replace("app.js", "plot.js"));
+            const node = document.body.appendChild(document.createElement("div"));
+            node.style.width = "500px";
+            await draw(node, [{ type: "scatter", x: [date(1.7e9), date(1.7e9 + span_s)], y: [1, 2] }], { xaxis: TIME });
+            const found = [...node.querySelectorAll(".xtick text")].map((t) => t.textContent);
+            node.remove();
+            return found;
+        }""",
+        span_s,
+    )
+    assert 2 <= len(labels) == len(set(labels)), labels
+
+
 def test_names_that_begin_alike_have_bars_of_their_own(place: Place) -> None:
     names = [f"customers-of-the-english-shop-{i}" for i in (1, 2)]
     with watched_page(place.browser) as watch:
