@@ -24,7 +24,10 @@ _MODULE = "paceline.infra.service.versions"
 _CHANGES = {
     "pin": ("VersionOptions", "Serve this version to new requests until 'versions unpin'; the policy pauses."),
     "unpin": ("ServiceAddress", "Let the policy decide again."),
-    "rollback": ("ServiceAddress", "Go back to the version before the one that serves now (as a new generation)."),
+    "rollback": (
+        "ServiceAddress",
+        "Take back what the policy gave to classes; where it gave none, go back to the live version before.",
+    ),
     "canary": ("CanaryOptions", "Try this version on a share of requests until its verdict."),
     "assign": ("AssignOptions", "Serve a class of requests with this version until 'versions unassign'."),
     "unassign": ("UnassignOptions", "Serve a class with the live version again."),
