@@ -95,8 +95,8 @@ function update(data) {
 }
 
 function status(text = null, tone = "bad") {
-  const h = parts.head;
-  if (!text && h) [text, tone] = !h.is_adaptive ? ["live, nothing adapts", "good"] : !h.has_controller ? ["controller away: showing the latest known", "bad"] : h.is_paused ? ["paused", "busy"] : parts.jobs?.running ? ["live, training", "busy"] : ["live", "good"];
+  const h = parts.head, state = parts.health;
+  if (!text && h) [text, tone] = !h.is_adaptive ? ["live, nothing adapts", "good"] : !h.has_controller ? ["controller away: showing the latest known", "bad"] : !state.redis_up ? ["Redis away: nothing is decided", "bad"] : state.read_only ? ["stored state refused: nothing is decided", "bad"] : h.is_paused ? ["paused", "busy"] : parts.jobs?.running ? ["live, training", "busy"] : ["live", "good"];
   const node = byId("status");
   if (text && node.textContent !== text) node.textContent = text;
   node.dataset.tone = tone;

@@ -425,6 +425,23 @@ def test_a_service_that_does_not_adapt_is_told_from_one_whose_controller_is_away
             watch.check_clean(url)
 
 
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"redis_up": True}, "live"),
+        ({}, "Redis away: nothing is decided"),
+        ({"redis_up": True, "read_only": "damaged"}, "stored state refused: nothing is decided"),
+    ],
+)
+def test_what_keeps_the_controller_from_deciding_stands_at_the_top(place: Place, found: dict, said: str) -> None:
+    shown = Snapshot(ts=1.0, version="v1", first_version="v1", replica=ReplicaState(), has_controller=True, **found)
+    view: Any = SimpleNamespace(state=lambda: shown, traffic=lambda since: None)
+    with serve(view, Access()) as url, watched_page(place.browser) as watch:
+        watch.page.goto(f"{url}/dashboard")
+        watch.wait("document.getElementById('health').textContent.includes('controller')")
+        assert watch.page.locator("#status").text_content() == said
+
+
 def test_exports_are_saved_by_the_page(open_page: Watch) -> None:
     with open_page.page.expect_download() as waiting:
         open_page.page.locator("#export").select_option("decisions.csv")
