@@ -48,6 +48,23 @@ def test_files_that_a_page_names_exist(page):
     assert [name for name in named if not (ROOT / name).exists() and "NAME" not in name] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_commands_that_a_page_prints_have_the_options_that_it_gives_them(page):
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    promised = (ROOT / "tests" / "commands.txt").read_text(encoding="utf-8").splitlines()
+    known = {name: set(re.findall(r"--[a-z-]+", options)) for name, _, options in (p.partition(": ") for p in promised)}
+    fenced = "".join(re.findall(r"^```.*?^```", text, flags=re.MULTILINE | re.DOTALL)).splitlines()
+    inline = [code.replace("\n", " ") for code in re.findall(r"`([^`]+)`", prose(page))]
+    wrong = []
+    for line in (*fenced, *inline):
+        for words in re.findall(r"(?<![\w=-])paceline ([a-z-]+(?: [^#|]*)?)$", line.partition(" #")[0]):
+            name = max((n for n in known if f"{words} ".startswith(f"{n} ")), key=len, default="")
+            given = set(re.findall(r"(?<!\S)--[a-z-]+", words))
+            if "..." not in words and not given <= known.get(name, set()):
+                wrong.append(line)
+    assert wrong == []
+
+
 def test_every_picture_and_every_result_is_on_a_page():
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert [p.name for p in (DOCS / "images").iterdir() if f"images/{p.name}" not in text] == []
