@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from paceline.infra.web.metrics import CONTROLLER_METRICS, REPLICA_METRICS
+from paceline.infra.replica.exchange import ReplicaNumbers
+from paceline.infra.web.metrics import CONTROLLER_METRICS, REPLICA_METRICS, render_metrics
 
 FOLDER = Path(__file__).resolve().parents[3] / "infra" / "kubernetes" / "grafana"
 DASHBOARD = FOLDER / "paceline_dashboard.json"
@@ -116,6 +117,19 @@ def test_panels_have_their_own_place_and_number() -> None:
         cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
         assert at["x"] + at["w"] <= 24 and not cells & taken, p["title"]
         taken |= cells
+
+
+def test_no_controller_is_missed_where_nothing_adapts() -> None:
+    rules = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"][0]["rules"]
+    expr = next(r["expr"] for r in rules if r["alert"] == "PacelineControllerAway")
+    first = f"\n{re.findall(r'paceline_[a-z_]+', expr)[0]}{{"
+
+    def scrape(**counters: dict) -> str:
+        return render_metrics({"r1": ReplicaNumbers(model="m", counters={"engine": {"num_rounds": 9}, **counters})})[
+            0
+        ].decode()
+
+    assert first in scrape(traces={"traces_written": 0}) and first not in scrape()
 
 
 def test_alerts_say_what_to_do() -> None:
