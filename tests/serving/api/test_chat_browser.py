@@ -62,6 +62,9 @@ def test_a_conversation_shows_what_was_drafted(browser, service, width, scheme):
         watch.page.goto(f"{service}/chat")
         watch.wait("!document.querySelector('#token-form').classList.contains('hidden')")
         assert "token" in watch.page.inner_text("#model").lower()
+        assert "token" in ask(watch, "One mocha")[1] and watch.page.input_value("#prompt") == "One mocha", (
+            "to be sent again"
+        )
         watch.page.fill("#token", "令牌")
         watch.page.press("#token", "Enter")
         assert not watch.page.evaluate("sessionStorage.length"), "no header can carry it, so no request would be sent"
