@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from paceline import __version__
@@ -278,7 +279,15 @@ def build_api(parts: ApiParts) -> FastAPI:
     app = FastAPI(title="Paceline", docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(make_router(parts))
     on_error = error_handler(parts)
-    for kind in (RequestError, CapacityError, EngineStoppedError, Cutoff, HTTPException, Exception):
+    for kind in (
+        RequestError,
+        RequestValidationError,
+        CapacityError,
+        EngineStoppedError,
+        Cutoff,
+        HTTPException,
+        Exception,
+    ):
         app.add_exception_handler(kind, on_error)
     app.add_middleware(AccessLog, meters=parts.meters, is_written=parts.has_access_log, spans=parts.spans)
     # the outermost: it has the server's own `send`

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -108,6 +109,9 @@ def error_handler(parts: ApiParts) -> Callable[[Request, Exception], Awaitable[R
         elif isinstance(error, HTTPException):
             status, kind, headers = error.status_code, "invalid_request_error", dict(error.headers or {})
             code = code or {401: "invalid_api_key", 403: "not_allowed", 404: "not_found", 408: "slow_body"}.get(status)
+        elif isinstance(error, RequestValidationError):
+            status, kind, param = 400, "invalid_request_error", str(error.errors()[0]["loc"][-1])
+            error = RequestError(f"{param}: {error.errors()[0]['msg']}")
         else:
             log.error("request %s to %s failed", record.request_id, record.route, exc_info=error)
             status, kind, code = 500, "server_error", "internal_error"

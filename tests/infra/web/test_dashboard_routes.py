@@ -371,6 +371,9 @@ def test_decision_page_and_its_data(scene: Scene) -> None:
     assert "<title>Decision" in call(scene, "GET", f"/decisions/{wanted}").text
     assert call(scene, "GET", f"/api/decisions/{wanted}").json()["decision_id"] == wanted
     assert call(scene, "GET", "/api/decisions/987654").status_code == 404
+    for path, param in (("/api/decisions/abc", "decision_id"), ("/api/events?since=abc", "since")):
+        wrong = call(scene, "GET", path)
+        assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, param)
 
 
 def test_static_files_come_with_the_strict_policy_and_can_be_cached(scene: Scene) -> None:
