@@ -102,7 +102,11 @@ function status(text = null, tone = "bad") {
   node.dataset.tone = tone;
 }
 
+let isLost = false;
+
 function connection(kind, message) {
+  if (kind === "live" && isLost) controls.check(); // it may have been started again, with other tokens
+  isLost = kind !== "live";
   byId("login").hidden = kind !== "closed";
   if (kind === "closed") byId("login-text").textContent = message;
   if (kind !== "live") status(kind === "closed" ? "closed" : `${message}, trying again (since ${clock(now)})`, "bad");

@@ -249,6 +249,19 @@ def test_why_the_stream_is_refused_is_said(place: Place) -> None:
         watch.wait(f"document.getElementById('status').textContent.startsWith('{reason}, trying again')")
 
 
+def test_a_service_that_comes_back_with_operators_has_their_controls(place: Place) -> None:
+    said = "document.getElementById('controls-text').textContent"
+    with watched_page(place.browser) as watch:
+        watch.page.route("**/api/events*", lambda route: route.fulfill(status=503, body="{}"))
+        watch.page.route(
+            "**/api/session", lambda route: route.fulfill(json={"is_admin": False, "has_admin_token": False})
+        )
+        watch.page.goto(f"{place.url}/dashboard")
+        watch.wait(f"{said}.includes('start the service with --admin-token')")
+        watch.page.unroute_all()
+        watch.wait(f"{said}.includes('Enter the admin token')")
+
+
 def test_where_drafting_is_off_is_said_beside_the_speed(
     place: Place, open_page: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
