@@ -129,7 +129,8 @@ def _on_cores(todo: Sequence[Task], workers: int, run_one: RunOne) -> Iterator[R
     """Rows as processes finish them; the processes end with the iterator, in the midst of a run where it is closed early."""
     context = multiprocessing.get_context("spawn")  # no half-copied threads of the parent
     others = set(multiprocessing.active_children())
-    with _one_interrupt(), ProcessPoolExecutor(min(workers, len(todo)), mp_context=context) as pool:
+    num = min(workers, len(todo))
+    with _one_interrupt(), ProcessPoolExecutor(num, mp_context=context, initializer=_end_with_parent) as pool:
         try:
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # workers inherit it: they hear no Ctrl-C
             try:
@@ -144,6 +145,18 @@ def _on_cores(todo: Sequence[Task], workers: int, run_one: RunOne) -> Iterator[R
             for worker in set(multiprocessing.active_children()) - others:
                 worker.kill()
             raise
+
+
+def _end_with_parent() -> None:
+    """A worker ends when nobody waits for its rows any more: a parent that was killed could not end it."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a worker has a parent"
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Runs are planned, spread over processes, resumed after a kill, and give the same rows whichever way."""
 
+import contextlib
 import json
 import os
 import signal
@@ -42,24 +43,41 @@ def test_two_processes_give_the_rows_of_one(rows):
     assert found == rows[:6]
 
 
-@pytest.mark.parametrize("gap_s", [None, 0.02])
-def test_interrupts_of_the_whole_group_end_it_with_its_workers(tmp_path, gap_s):
+@pytest.fixture
+def long_replay(tmp_path):
+    """(a replay that takes long, its two workers at work); nothing of it is left behind."""
     scenario = tmp_path / "long.yaml"
     scenario.write_text("regime_s: 20000\nduration_s: 2000000\n")
     command = [sys.executable, "-m", "paceline.cli.main", "replay", str(scenario), "--policies", "payoff", "--seeds", "4", "--workers", "2"]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    workers = []
     try:
         wait_until(lambda: len(_workers(process.pid)) == 2 or process.poll() is not None)
         workers = _workers(process.pid)
         wait_until(lambda: all(w.cpu_times().user > 0.5 for w in workers))
-        for wait_s in (0.0, *(() if gap_s is None else (gap_s,))):
-            time.sleep(wait_s)  # as two presses of Ctrl-C are apart
-            os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(timeout=20) != 0
-        wait_until(lambda: not any(w.is_running() for w in workers))
+        yield process, workers
     finally:
-        for left in (*_workers(process.pid), process):
-            left.kill()
+        for left in (*workers, process):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                left.kill()
+
+
+@pytest.mark.parametrize("gap_s", [None, 0.02])
+def test_interrupts_of_the_whole_group_end_it_with_its_workers(long_replay, gap_s):
+    process, workers = long_replay
+    for wait_s in (0.0, *(() if gap_s is None else (gap_s,))):
+        time.sleep(wait_s)  # as two presses of Ctrl-C are apart
+        os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(timeout=20) != 0
+    wait_until(lambda: not any(map(_is_alive, workers)))
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_workers_of_a_replay_that_was_killed_end_with_it(long_replay, sent):
+    process, workers = long_replay
+    process.send_signal(sent)
+    process.wait(timeout=20)
+    wait_until(lambda: not any(map(_is_alive, workers)))
 
 
 def _workers(pid: int) -> list[psutil.Process]:
@@ -68,6 +86,14 @@ def _workers(pid: int) -> list[psutil.Process]:
         return [p for p in psutil.Process(pid).children() if "spawn_main" in " ".join(p.cmdline())]
     except psutil.Error:  # ended
         return []
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    """Whether it runs; one that has ended may wait for whoever adopted it."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.slow
