@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from paceline.bandit.policies.table import POLICIES, make_policy
+from paceline.bandit.policies.table import POLICIES, SELF_FUNDED, make_policy
 from paceline.bandit.replay.grid import GRIDS, grid, named_cells
 from paceline.bandit.replay.scenario import Scenario
 from paceline.bandit.replay.simulate import HINDSIGHT, HINDSIGHT_SETTINGS, Cell, policy_config
@@ -23,12 +23,13 @@ from paceline.errors import ConfigError
 from paceline.records import build
 
 CONCERNS = {
+    **dict.fromkeys(("bank_s", "bank_income", "hysteresis", "horizon_s"), SELF_FUNDED),
     "interval_s": ("interval",),
     "ema_fast": ("dual_ema",), "ema_slow": ("dual_ema",), "ema_margin": ("dual_ema",),
     "cara_factor": ("cara",), "thompson_draws": ("thompson",),
     "hedge_rate": ("hedge",), "hedge_share": ("hedge",),
 }  # fmt: skip
-"""Settings that only some policies read: a sweep over them leaves the other policies alone."""
+"""Settings that only some of our policies read: a sweep over them leaves the others alone. One of another's may read any."""
 FIXED = ("policy", "seed", "ends_at")
 """Fields of PolicyConfig that a sweep may not set."""
 
@@ -171,7 +172,7 @@ def variants(policies: Sequence[str], sweep: dict[str, list[Any]]) -> list[Varia
 def _reads(policy: str, key: str) -> bool:
     if policy in HINDSIGHT:
         return key in HINDSIGHT_SETTINGS
-    return policy != "never" and policy in CONCERNS.get(key, (policy,))
+    return policy not in POLICIES or (policy != "never" and policy in CONCERNS.get(key, POLICIES))
 
 
 def plan(scenarios: Sequence[Cell], chosen: Sequence[Variant], num_seeds: int, first_seed: int = 0) -> list[Task]:

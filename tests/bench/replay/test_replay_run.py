@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from paceline.bandit.replay.scenario import Scenario
+from paceline.bandit.replay.simulate import simulate
 from paceline.bench.replay.plan import parse_sweep, plan, policy_names, read_scenarios, variants
 from paceline.bench.replay.run import RUNS_FILE, read_finished, run_all
 from paceline.errors import ConfigError
@@ -148,6 +149,21 @@ def test_a_sweep_leaves_policies_alone_that_do_not_read_the_setting():
     ]  # fmt: skip
 
 
+def test_settings_of_money_concern_those_alone_who_mind_it():
+    found = variants(("always", "interval", "cara", "payoff", "thompson"), {"bank_s": [5.0, 50.0], "hysteresis": [2.0]})
+    assert [v.label for v in found] == [
+        "always", "interval", "cara", *(f"{p} bank_s={b} hysteresis=2" for p in ("payoff", "thompson") for b in (5, 50)),
+    ]  # fmt: skip
+    free = {"bank_s": 500.0, "bank_income": 0.5, "hysteresis": 3.0, "horizon_s": 2000.0}
+    for policy in ("always", "interval", "dual_ema", "cara"):
+        assert simulate(CELLS[1], policy, free, 0) == simulate(CELLS[1], policy, {}, 0)
+
+
+def test_a_policy_of_anothers_is_swept_over_any_setting():
+    found = variants(("tests.helpers.own_policy:Wasteful",), {"interval_s": [60.0, 600.0], "bank_s": [5.0]})
+    assert [dict(v.settings)["interval_s"] for v in found] == [60.0, 600.0]
+
+
 def test_a_plan_with_hindsight_is_swept_over_what_it_reads():
     found = variants(("never", "payoff", "oracle"), {"holdback_percent": [0, 10], "hysteresis": [2.0]})
     assert [v.label for v in found] == [
@@ -179,7 +195,8 @@ def test_settings_of_a_sweep_are_checked_together():
         ("policy=payoff", "sweep must be KEY="), ("seed=3", "sweep must be KEY="),
         ("interval_s=soon", "sweep interval_s must be float, got 'soon'"),
         ("trusts_groups=maybe", "sweep trusts_groups must be bool, got 'maybe'"),
-        ("epoch_s=-1", "policy.epoch_s must be > 0"), ("bank_s=nan", "policy.bank_s must be a finite number"),
+        ("epoch_s=-1", "policy.epoch_s must be > 0"),
+        ("trainer_price=nan", "policy.trainer_price must be a finite number"),
         ("ema_fast=0.04", "policy.ema_slow must be in"),
         ("cara_factor=2", "got cara_factor with never, dual_ema, oracle"),
     ],
