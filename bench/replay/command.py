@@ -204,7 +204,8 @@ def replay_cells(
     return build_report(rows, kind="synthetic", source=source, scenarios=scenarios, notes=_notes(rows)), rows
 
 
-def _notes(rows: list[Row]) -> list[str]:
+def _notes(rows: list[Row], where: str = "in the same world") -> list[str]:
+    """`where`: what the plans of hindsight are carried out in."""
     notes = []
     served = {r["cell"] for r in rows if r["never_s"] > 0}
     idle = sorted({r["cell"] for r in rows} - served)
@@ -214,10 +215,10 @@ def _notes(rows: list[Row]) -> list[str]:
     if broken:
         notes.append(f"ledger and decisions contradict each other in {len(broken)} runs, first: {broken[0]}")
     if any(r["policy"] == ORACLE for r in rows):
-        notes.append("oracle: the best plan that was found with knowledge of the future, carried out in the same world")
+        notes.append(f"oracle: the best plan that was found with knowledge of the future, carried out {where}")
     if any(r["policy"] == BOUND for r in rows):
         notes.append(
-            "bound: more than any plan can save (no forgetting, free recalls, jobs at the same time); the best plan lies between oracle and bound"
+            f"bound: more than any plan can save {where} (no forgetting, free recalls, jobs at the same time); the best plan lies between oracle and bound"
         )
     return notes
 
@@ -230,7 +231,8 @@ def _logged(options: ReplayOptions, chosen: list[Variant], console: Console) -> 
     rows = run(tasks, resume=options.resume, run_one=partial(run_logged, service=service))
     plans = [Task(scenario=scenario, variant=v, seed=0) for v in chosen if v.policy not in HINDSIGHT]
     estimates = run(plans, resume=None, run_one=partial(run_off_policy, service=service), title="off-policy")
-    notes = [*service.notes(), _ledger_note(service), *_notes(rows)]
+    model = "by the gain model alone, which the log's own jobs may beat"
+    notes = [*service.notes(), _ledger_note(service), *_notes(rows, model)]
     described = {"name": scenario.name, "duration_s": scenario.duration_s, "step_s": scenario.step_s}
     report = build_report(
         rows, kind="logged", source=options.source, scenarios=[described], notes=notes,

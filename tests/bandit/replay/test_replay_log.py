@@ -104,7 +104,7 @@ def test_scores_of_a_snapshot_that_is_no_version_are_of_no_version():
         assert truth.version == ("v7" if status == "accepted" else None)
 
 
-def test_replays_of_a_log_repeat_by_seed_and_stay_below_the_bound(served):
+def test_replays_of_a_log_repeat_by_seed_and_have_a_plan_that_pays(served):
     service = prepare(read_log(served[0]), "log")
     one, two = (replay_logged(service, "payoff", {}, 7) for _ in range(2))
     assert msgspec.to_builtins(one) == msgspec.to_builtins(two)

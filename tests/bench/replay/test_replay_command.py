@@ -254,3 +254,19 @@ def test_a_decision_log_is_valued_by_its_own_randomisation(tmp_path):
     assert payoff["mean_s"] * payoff["num_decisions"] == pytest.approx(payoff["total_s"], abs=0.01)
     page = names["r.html"].read_text()
     assert "What the log says" in page and "overlap is too thin" in page
+
+
+def test_a_log_whose_jobs_went_better_than_the_gain_model_says_beats_its_plans_and_says_so(tmp_path):
+    from paceline.bandit.replay.world import record
+    from paceline.bench.replay.off_policy import CELL, Variant, simulated_world
+
+    path, out = tmp_path / "replay.jsonl", tmp_path / "r.json"
+    cell = dataclasses.replace(CELL, headroom=2.5, regime_s=900.0, train_cost=1.0)
+    path.write_bytes(record(simulated_world(cell, Variant(policy="payoff"), 0)))
+    result = RUN.invoke(app, ["replay", str(path), "--policies", "payoff,oracle,bound", "--seeds", "1", "--json", str(out)])  # fmt: skip
+    assert result.exit_code == 0, result.output
+    report = json.loads(out.read_text())
+    net = {o["label"]: o["net_percent"]["mean"] for o in report["overall"]}
+    assert net["payoff"] > net["bound"] > net["oracle"] > 0
+    plans = [n for n in report["notes"] if n.startswith(("oracle: ", "bound: "))]
+    assert len(plans) == 2 and all("by the gain model alone, which the log's own jobs may beat" in n for n in plans)
