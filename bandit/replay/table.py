@@ -154,6 +154,7 @@ class TableWorld:
         for name in self.jobs:
             require(name in ARMS, f"world.jobs must name arms among {', '.join(ARMS)}", name)
         for name, own in self.classes.items():
+            require(name != "", "world.classes must have names: a swap in the bucket '' is one in all", name)
             for arm, points in own.curves.items():
                 path = f"world.classes.{name}.curves"
                 require(arm in self.jobs, f"{path} must name arms of world.jobs ({', '.join(self.jobs)})", arm)

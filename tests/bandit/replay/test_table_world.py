@@ -59,6 +59,7 @@ MISTAKES = [  # (path, value, what the error says, whether the schema alone find
     (("rounds", "plain_s"), 0, r"world\.rounds\.plain_s must be in \(0, 1000000\.0\], got 0", True),
     (("rouns",), {}, r"world\.rouns is not a setting; known settings: .*rounds", True),
     (("classes",), {}, r"world\.classes must not be empty", True),
+    (("classes", ""), {"acceptance_length": 2}, r"world\.classes must have names: .*, got ''", False),
     (("classes", "code", "buckt"), "a", r"world\.classes\.code\.buckt is not a setting; known settings: .*bucket", True),
     (("classes", "chat", "acceptance_length"), 0.5, r"world\.classes\.chat\.acceptance_length must be in \[1, 64\], got 0\.5", True),
     (("classes", "chat", "acceptance_length"), "2", r"world\.classes\.chat\.acceptance_length must be float, got '2'", True),
