@@ -76,7 +76,7 @@ class ReplayOptions:
     seeds: A[
         int, Setting("Seeds of a cell and policy; live: orders of the traffic, at most 3; off-policy: logs.", ge=1)
     ] = 10
-    first_seed: A[int, Setting("First seed, to extend an earlier replay; not for live.", ge=0)] = 0
+    first_seed: A[int, Setting("First seed, to extend an earlier replay; not for live.", ge=0, le=2**62)] = 0
     sweep: A[
         tuple[str, ...], Setting("KEY=V1,V2,... of a policy setting; repeated for combinations.", is_repeated=True)
     ] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -176,6 +177,7 @@ def _policy_name(policy: object) -> str:
 def _cell(world: object) -> Cell:
     if isinstance(world, Mapping):
         return table_of(world)
-    if not isinstance(world, Scenario) and not callable(getattr(world, "draw", None)):
+    is_record = dataclasses.is_dataclass(world) and not isinstance(world, type)  # a run is known by its values
+    if not is_record or not (isinstance(world, Scenario) or callable(getattr(world, "draw", None))):
         raise ConfigError(f"source must be a name or a file, or TableWorld, Scenario or tables as plain values, got {world!r}")  # fmt: skip
     return cast(Cell, world)

@@ -118,7 +118,9 @@ def test_parquet_where_it_cannot_be_written_is_refused_before_anything_runs(monk
     ("changes", "message"),
     [
         ({"seeds": 0}, "seeds must be >= 1, got 0"), ({"seeds": "2"}, "seeds must be int, got '2'"),
-        ({"seeds": 1.5}, "seeds must be int, got 1.5"), ({"first_seed": -1}, "first-seed must be >= 0"),
+        ({"seeds": 1.5}, "seeds must be int, got 1.5"), ({"first_seed": -1}, "first-seed must be in \\[0, "),
+        ({"first_seed": 2**63}, "first-seed must be in "), ({"source": replay.TableWorld}, "source must be a name or a file"),
+        ({"source": types.SimpleNamespace(name="own", family="own", draw=print)}, "source must be a name or a file"),
         ({"workers": 0}, "workers must be >= 1"), ({"sweep": "bank_s=1"}, "sweep must be a list"),
         ({"resume": __file__}, "resume must be a folder"), ({"source": ""}, "source must not be empty"),
         ({"source": None}, "source must be a name or a file, .* got None"), ({"source": [3]}, "source must be .* got 3"),
