@@ -58,8 +58,8 @@ def test_booked_savings_are_near_the_true_ones():
 
 
 def test_never_costs_nothing_and_saves_nothing():
-    run = simulate(SHORT, "never", {}, 0)
-    assert run.net_s == pytest.approx(0.0, abs=1e-6) and run.num_jobs == 0 and run.never_s > 100.0
+    run = simulate(SHORT, "never", {}, 3)
+    assert run.net_s == 0.0 and set(run.curve) == {0.0} and run.num_jobs == 0 and run.never_s > 100.0
 
 
 def test_every_policy_meets_the_same_demand():
