@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,11 @@ def _percent(part_s: float, never_s: float) -> float:
     return 100.0 * part_s / never_s if never_s > 0 else 0.0
 
 
+def _share(runs: Sequence[Row], seconds: Callable[[Row], float]) -> float:
+    """The mean of the runs' percents, as the net is, so that the net is what was saved less what was spent."""
+    return round(float(np.mean([_percent(seconds(r), r["never_s"]) for r in runs])), 3)
+
+
 def _figure(values: Sequence[float]) -> dict[str, Any]:
     """Mean, worst, and the ends of the 95% interval, which are None for a single seed: it says nothing about chance."""
     mean, ends = mean_interval(values)
@@ -51,7 +56,7 @@ def cell_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
         for label in _unique(r["label"] for r in mine):
             runs = [r for r in mine if r["label"] == label]
             bound = _mean(net_percent(r) for r in _oracle_runs(mine, runs[0]["settings"]))
-            net, never_s = _figure([net_percent(r) for r in runs]), sum(r["never_s"] for r in runs)
+            net = _figure([net_percent(r) for r in runs])
             out.append(
                 {
                     "cell": cell,
@@ -61,9 +66,9 @@ def cell_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
                     "settings": runs[0]["settings"],
                     "net_percent": net,
                     "of_oracle": round(net["mean"] / bound, 3) if bound is not None and bound >= WORTH_PERCENT else None,
-                    "spent_percent": round(_percent(sum(sum(r["spent"].values()) for r in runs), never_s), 3),
-                    "booked_saving_percent": round(_percent(sum(r["ledger"].get("saved_s", 0.0) for r in runs), never_s), 3),
-                    "true_saving_percent": round(_percent(sum(r["never_s"] - r["serving_s"] for r in runs), never_s), 3),
+                    "spent_percent": _share(runs, lambda r: sum(r["spent"].values())),
+                    "booked_saving_percent": _share(runs, lambda r: r["ledger"].get("saved_s", 0.0)),
+                    "true_saving_percent": _share(runs, lambda r: r["never_s"] - r["serving_s"]),
                     "num_jobs": round(float(np.mean([r["num_jobs"] for r in runs])), 2),
                     "num_swaps": round(float(np.mean([r["num_swaps"] for r in runs])), 2),
                     "num_seeds": len(runs),

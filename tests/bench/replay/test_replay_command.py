@@ -61,7 +61,7 @@ def test_a_name_that_breaks_lines_breaks_no_suggestion(tmp_path):
     [
         (["nope"], "scenario must be"),
         ([""], "source must not be empty"),
-        (["small", "--first-seed", "-1"], "first-seed must be >= 0"),
+        (["small", "--first-seed", "-1"], "first-seed must be in [0, "),
         (["small", "--resume", "/dev/null"], "resume must be a folder"),
         (["small", "--policies", "never", "--sweep", "bank_s=1,2"], "got bank_s with never"),
         (["small", "--policies", "greedy"], "policies must be among"),
@@ -162,6 +162,13 @@ def test_intervals_hold_the_mean_and_shrink_with_seeds():
     )
     assert few["low"] < few["mean"] == many["mean"] == 2.5 < few["high"]
     assert many["high"] - many["low"] < few["high"] - few["low"]
+
+
+def test_the_net_of_a_cell_is_what_it_saved_less_what_it_spent_however_much_its_runs_served():
+    rows = [_row("a", "payoff", seed, net) | {"never_s": never_s, "serving_s": never_s - net - 1.0} for seed, (never_s, net) in enumerate([(10.0, 5.0), (1000.0, 20.0)])]  # fmt: skip
+    (cell,) = cell_rows(rows)
+    assert cell["net_percent"]["mean"] == pytest.approx(cell["true_saving_percent"] - cell["spent_percent"], abs=2e-3)
+    assert cell["booked_saving_percent"] == cell["true_saving_percent"]
 
 
 def test_regret_is_the_bound_less_the_net():
