@@ -238,7 +238,7 @@ class ClassBook(msgspec.Struct, kw_only=True):
             else:
                 parts = clumps.halves(rows)[1:]
             for part in sorted(parts, key=lambda p: -clumps.weights[p].sum()):
-                new = self._new_number(clumps, max_classes, now, _most_of(clumps.shares(part)), is_kept)
+                new = self._new_number(clumps, max_classes, now, _most_of(clumps.shares(part)), is_kept, label)
                 if new is None:  # those of another tenant may get one yet
                     continue
                 clumps.labels[part] = new
@@ -251,12 +251,15 @@ class ClassBook(msgspec.Struct, kw_only=True):
                     self.shares[label] = max(self.shares.get(label, 0.0) - self.shares[new], 0.0)
 
     def _new_number(
-        self, clumps: _Clumps, max_classes: int, now: float, tenant: str, is_kept: Collection[int]
+        self, clumps: _Clumps, max_classes: int, now: float, tenant: str, is_kept: Collection[int], whole: int
     ) -> int | None:
-        """A number for a tenant's new class: an unused one, else that of a class that gives way; None where none does."""
+        """A number for a tenant's new class: an unused one, else that of a class that gives way; None where none does.
+
+        whole: the class that it is a part of, which does not give way to it; 0 = none.
+        """
         used = set(clumps.labels.tolist()) - {0}
         if len(used) >= max_classes:
-            old = self._giving_way(clumps, used, now, tenant, is_kept)
+            old = self._giving_way(clumps, used, now, tenant, is_kept, whole)
             if old is None:
                 return None
             clumps.forget(clumps.labels == old)
@@ -270,11 +273,11 @@ class ClassBook(msgspec.Struct, kw_only=True):
         return fresh
 
     def _giving_way(
-        self, clumps: _Clumps, used: set[int], now: float, tenant: str, is_kept: Collection[int]
+        self, clumps: _Clumps, used: set[int], now: float, tenant: str, is_kept: Collection[int], whole: int
     ) -> int | None:
         """The class that was idle longest, if that is long, else the least recent one of a tenant with two more."""
         mains = {k: clumps.main_tenant(k) for k in used}
-        free = sorted((self.seen.get(k, 0.0), k) for k in used if k not in is_kept or mains[k] == tenant)
+        free = sorted((self.seen.get(k, 0.0), k) for k in used - {whole} if k not in is_kept or mains[k] == tenant)
         if free and now - free[0][0] >= IDLE_S:
             return free[0][1]
         held: dict[str, float] = {}

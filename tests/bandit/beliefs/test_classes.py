@@ -293,3 +293,18 @@ def test_a_kept_class_gives_way_to_no_other_tenant_however_idle_and_however_many
     bridge = np.linspace(places[0], places[3], 60).astype("<f4")  # prompts between the two
     learn(book, bridge, at=2 * IDLE_S + 100, max_classes=3, tenant="bolt", kept={trained})
     assert trained not in book.take_ended()
+
+
+def test_a_class_gives_way_to_no_part_of_itself_however_idle():
+    kinds = [prompts(c, 60, seed=i) for i, c in enumerate(centres(2))]
+    book = learn(ClassBook(), mixed(kinds, 0), max_classes=2)
+    assert len(book.published.names) == 2
+    book.labels, book.seen, book.is_untidy = (
+        [1] * len(book.labels),
+        {1: 0.0},
+        True,
+    )  # as while other traffic made kinds coarser
+    weight = sum(book.weights)
+    book.tidy(1, 2 * IDLE_S)
+    assert book.published.names == [f"{CLASS_PREFIX}class-1"] and sum(book.weights) == weight
+    assert (book.take_ended(), book.take_parted(), book.pools()) == ([], [], {})
