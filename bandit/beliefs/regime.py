@@ -209,4 +209,4 @@ class MixRegime(msgspec.Struct):
 
 
 def _distance(a: dict[str, float], b: dict[str, float]) -> float:
-    return 0.5 * sum(abs(a.get(k, 0.0) - b.get(k, 0.0)) for k in set(a) | set(b))
+    return 0.5 * sum(abs(a.get(k, 0.0) - b.get(k, 0.0)) for k in {**a, **b})

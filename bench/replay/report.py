@@ -150,7 +150,7 @@ def advice(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 def _is_as_good(other: dict[tuple[int, str], float], best: dict[tuple[int, str], float]) -> bool:
     by_seed: dict[int, list[float]] = {}
-    for key in best.keys() & other.keys():
+    for key in sorted(best.keys() & other.keys()):  # of a set any order, and the bootstrap draws by places
         by_seed.setdefault(key[0], []).append(best[key] - other[key])
     _, ends = mean_interval([float(np.mean(v)) for v in by_seed.values()])
     return ends is None or ends[0] <= 0  # one seed tells nothing apart

@@ -233,6 +233,13 @@ def test_advice_tells_apart_only_what_the_seeds_tell_apart():
     assert found["best"] == "x" and "z" not in found["as_good"]
 
 
+def test_advice_is_the_same_in_every_process(monkeypatch):
+    seen = []
+    monkeypatch.setattr("paceline.bench.replay.report.mean_interval", lambda values: (0.0, seen.append(values)))
+    advice([_row(c, label, seed, net) for c in "ab" for seed in range(20) for label, net in (("x", 50.0), ("y", seed))])
+    assert seen == [[50.0 - seed for seed in range(20)]]  # names in sets are in an order of the process
+
+
 def test_a_safe_setting_is_suggested_before_a_higher_but_risky_one():
     rows = [row for seed in range(6) for row in (
             _row("a", "risky", seed, 20.0, policy="always"), _row("b", "risky", seed, -5.0, policy="always"),
