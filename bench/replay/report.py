@@ -387,6 +387,8 @@ def suggest(report: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     needed = seeds_needed(net, report["num_seeds"])
     if needed is not None:
         why.append(f"The interval holds 0: these seeds do not say that it pays; about {needed} would.")
+    elif net["high"] < 0:
+        why.append("It surely loses on this traffic; 'never' would not.")
     if not safe:
         why.append(f"Every policy lost more than {MAX_LOSS_PERCENT:g}% in some cell; 'never' would not.")
     others = [o for o in ranked if o is not chosen]

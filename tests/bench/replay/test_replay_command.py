@@ -219,6 +219,13 @@ def test_a_suggestion_needs_six_seeds_and_says_when_they_do_not_tell_the_sign():
     assert needed > 6 and not any("do not say" in line for line in suggest(report(2 * needed, [-1.0, 1.5]))[1])
 
 
+def test_a_suggestion_that_surely_loses_says_so():
+    _, why = suggest(_report([_row("a", "payoff", seed, -0.5 - seed / 100) for seed in range(6)]))
+    assert "It surely loses on this traffic; 'never' would not." in why
+    _, why = suggest(_report([_row("a", "payoff", seed, 0.5 + seed / 100) for seed in range(6)]))
+    assert not any("loses" in line for line in why)
+
+
 def test_checks_name_the_cells_that_fall_short():
     rows = [_row("a", "oracle", 0, 10.0), _row("a", "payoff", 0, 6.0), _row("b", "oracle", 0, 1.0), _row("b", "payoff", 0, -2.0),
             _row("a", "interval interval_s=60", 0, 4.0, policy="interval"), _row("b", "interval interval_s=60", 0, 0.5, policy="interval")]  # fmt: skip
