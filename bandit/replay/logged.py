@@ -203,10 +203,15 @@ def prepare(log: ServiceLog, name: str) -> LoggedService:
     if not labels or device_s <= 0:
         raise ConfigError(f"log must hold tokens and the device-seconds that they took, got {device_s:g} s in {len(labels)} buckets")  # fmt: skip
     first_version = log.epochs[0].first_version
-    cells = [c for e in log.epochs for c in e.cells if c.group != Group.PLAIN and c.drafted_rounds > 0]
+    cells = [c for e in log.epochs for c in e.cells if c.group != Group.PLAIN]
+    drafted = {(c.bucket, c.version) for c in cells if c.drafted_rounds > 0}
+    if not drafted:
+        raise ConfigError(
+            "log must hold rounds with a draft, got none: what a better drafter brings hangs on their price"
+        )
     lengths: dict[tuple[str, str], float] = {}
     served: dict[tuple[str, str], float] = {}
-    for key in {(c.bucket, c.version) for c in cells}:
+    for key in sorted(drafted):
         mine = [c for c in cells if (c.bucket, c.version) == key]
         rounds = sum(c.drafted_rounds for c in mine)
         lengths[key] = sum(c.kept for c in mine) / rounds
@@ -276,11 +281,11 @@ def _served_beside_jobs(log: ServiceLog) -> float:
 
 
 def _round_seconds(cells: list[FeedbackCell]) -> tuple[float, float]:
-    """Device seconds of a round per request with and without a draft; the latter as dear when never seen."""
+    """Device seconds of a round per request with a draft, of which there are some, and without; as dear when never seen."""
     drafted_s, drafted = sum(c.drafted_s for c in cells), sum(c.drafted_rounds for c in cells)
     plain_s = sum(c.device_s - c.drafted_s for c in cells)
     plain = sum(c.num_rounds - c.drafted_rounds for c in cells)
-    with_draft = drafted_s / drafted if drafted else 0.02
+    with_draft = drafted_s / drafted
     return with_draft, plain_s / plain if plain >= 20 else with_draft
 
 

@@ -207,6 +207,38 @@ def test_a_log_that_served_nothing_is_refused(served):
             prepare(msgspec.structs.replace(log, epochs=epochs), "log")
 
 
+PLAIN_S = 0.004
+"""Device-seconds of a round without a draft."""
+
+
+def _undrafted(epoch):
+    """The epoch as the engine serves it where drafting does not pay: a token a round."""
+    return msgspec.structs.replace(
+        epoch,
+        cells=[
+            msgspec.structs.replace(
+                c, num_rounds=c.num_tokens, device_s=PLAIN_S * c.num_tokens, drafted_rounds=0.0, drafted_s=0.0, kept=0.0
+            )
+            for c in epoch.cells
+        ],
+    )
+
+
+def test_the_price_of_plain_rounds_is_known_from_epochs_without_a_draft(served):
+    log = read_log(served[0])
+    epochs = [*log.epochs[:40], *(_undrafted(e) for e in log.epochs[40:])]
+    calm = msgspec.structs.replace(log, epochs=epochs, entries=[])
+    assert prepare(calm, "log").traffic.plain_s == pytest.approx(PLAIN_S)
+    before = prepare(msgspec.structs.replace(log, entries=[]), "log").traffic
+    assert prepare(calm, "log").traffic.drafted_s == pytest.approx(before.drafted_s, rel=0.05)
+
+
+def test_a_log_without_any_draft_is_refused(served):
+    log = read_log(served[0])
+    with pytest.raises(ConfigError, match="log must hold rounds with a draft, got none"):
+        prepare(msgspec.structs.replace(log, epochs=[_undrafted(e) for e in log.epochs]), "log")
+
+
 def test_a_log_without_feedback_says_what_is_missing(tmp_path):
     path = tmp_path / "decisions.jsonl"
     path.write_text('{"kind": "note", "text": "hello"}\n')
