@@ -48,6 +48,9 @@ LIVE = ("live", "live-small")
 CHECKS = ("off-policy", "off-policy-live")
 """Names of the comparison of off-policy estimates with the truth; the second really trains."""
 
+USUAL = "never,always,interval,payoff,oracle"
+"""Policies that run where none are named."""
+
 
 @record()
 class ReplayOptions:
@@ -72,7 +75,7 @@ class ReplayOptions:
             "Comma list of payoff, never, always, interval, dual_ema, cara, thompson, hedge, 'oracle' (the best plan that "
             "knows the future), 'bound' (more than any plan saves; neither in live replays) and MODULE:CLASS of your own, or 'all'."
         ),
-    ] = "never,always,interval,payoff,oracle"
+    ] = USUAL
     seeds: A[
         int, Setting("Seeds of a cell and policy; live: orders of the traffic, at most 3; off-policy: logs.", ge=1)
     ] = 10
@@ -126,7 +129,7 @@ def run_replay(options: ReplayOptions, console: Console) -> dict[str, Any]:
 
     Raises: ConfigError for arguments, scenarios and logs that are not usable.
     """
-    chosen = variants(policy_names(options.policies), parse_sweep(options.sweep))
+    chosen = variants(_policies(options), parse_sweep(options.sweep))
     if options.suggest is not None:
         check_ranked(v.policy for v in chosen)
     if options.source in CHECKS:
@@ -151,6 +154,15 @@ def run_replay(options: ReplayOptions, console: Console) -> dict[str, Any]:
             f"written: {options.suggest} (paceline serve --config {options.suggest})", highlight=False, markup=False
         )
     return report
+
+
+def _policies(options: ReplayOptions) -> tuple[str, ...]:
+    """The policies that are to run; plans of hindsight that nobody named are left out where there can be none."""
+    names = policy_names(options.policies)
+    is_named = options.policies.strip() not in (USUAL, "all")
+    if is_named or options.source not in (*LIVE, *CHECKS):
+        return names
+    return tuple(name for name in names if name not in HINDSIGHT)
 
 
 def _check(options: ReplayOptions, chosen: list[Variant], console: Console) -> dict[str, Any]:

@@ -93,6 +93,22 @@ def test_bad_input_is_answered_in_one_sentence(arguments, message):
     assert message in str(result.exception) and "\n" not in str(result.exception)
 
 
+@pytest.mark.parametrize("source", ["live", "live-small", "off-policy", "off-policy-live"])
+@pytest.mark.parametrize("named", [[], ["--policies", "all"]])
+def test_plans_of_hindsight_that_nobody_named_are_left_out_where_there_can_be_none(monkeypatch, source, named):
+    ran = []
+
+    def stop(chosen, *args, **kwargs):
+        ran.extend(v.policy for v in chosen)
+        raise PacelineError("enough")
+
+    for name in ("off_policy.run_check", "off_policy.run_live_check", "live.run_live"):
+        monkeypatch.setattr(f"paceline.bench.replay.{name}", stop)
+    result = RUN.invoke(app, ["replay", source, *named, "--seeds", "2"])
+    assert str(result.exception) == "enough"
+    assert "payoff" in ran and "oracle" not in ran and ("hedge" in ran) is bool(named)
+
+
 def test_an_own_policy_that_fails_keeps_its_traceback_and_the_run_is_named():
     own = "tests.helpers.own_policy:ReadsAFile"
     arguments = ["replay", "medium-normal-cycle", "--policies", own, "--seeds", "1"]
