@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ class Frames:
     runs: Columns
     """A row for each cell, variant and seed: device-seconds never_s, serving_s, spent_*, booked_*, net_s, and net_percent."""
     cells: Columns
-    """A row for each cell and variant: means over seeds, with the 95% interval."""
+    """A row for each cell and variant: means over seeds, with the 95% interval; NaN where there is none."""
     curves: Columns
     """A row for each point of a run's cumulated net: t_s, net_s."""
     decisions: Columns
@@ -93,8 +94,9 @@ def frames_of(report: dict[str, Any], rows: Sequence[Row]) -> Frames:
     cells = [
         {
             **{k: c[k] for k in ("cell", "family", "policy", "label", "num_seeds")},
-            **{f"net_{k}_percent": v for k, v in c["net_percent"].items()},
-            **{k: c[k] for k in ("of_oracle", "spent_percent", "booked_saving_percent", "true_saving_percent", "num_jobs", "num_swaps")},
+            **{f"net_{k}_percent": _number(v) for k, v in c["net_percent"].items()},
+            "of_oracle": _number(c["of_oracle"]),
+            **{k: c[k] for k in ("spent_percent", "booked_saving_percent", "true_saving_percent", "num_jobs", "num_swaps")},
         }
         for c in report["cells"]
     ]  # fmt: skip
@@ -107,6 +109,11 @@ def frames_of(report: dict[str, Any], rows: Sequence[Row]) -> Frames:
     return Frames(
         runs=_columns(runs), cells=_columns(cells), curves=_columns(curves), decisions=decisions, report=report
     )
+
+
+def _number(value: float | None) -> float:
+    """A column of these is one of numbers, whatever is missing."""
+    return math.nan if value is None else value
 
 
 def _names(r: Row) -> dict[str, Any]:

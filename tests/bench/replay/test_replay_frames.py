@@ -2,6 +2,7 @@
 
 import importlib.machinery
 import json
+import math
 import os
 import subprocess
 import sys
@@ -97,6 +98,12 @@ def test_parquet_files_hold_the_columns(tmp_path):
     runs = parquet.read_table(tmp_path / "out" / "runs.parquet").to_pydict()
     assert runs["policy"] == ["payoff", "oracle"] and runs["cell"] == ["s", "s"]
     assert parquet.read_table(tmp_path / "out" / "cells.parquet").num_rows == 2
+
+
+def test_columns_of_one_seed_are_numbers_too():
+    cells = replay.replay(CELL, "never", seeds=1).cells
+    names = ("net_low_percent", "net_high_percent", "of_oracle")
+    assert all(isinstance(cells[name][0], float) and math.isnan(cells[name][0]) for name in names)
 
 
 def test_acts_have_their_columns_where_nothing_acted(found):
