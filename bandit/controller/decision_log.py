@@ -89,6 +89,8 @@ class ServiceLog(msgspec.Struct, frozen=True, kw_only=True):
     """Bucket -> version -> acceptance length by exact replay, the newest score."""
     entries: list[LedgerEntry] = []
     """What was booked."""
+    num_before: int = 0
+    """Epochs left out with all that was logged in them: the service had another first drafter, or target, then."""
 
 
 class _Belief(msgspec.Struct):
@@ -202,13 +204,19 @@ def parse_log(data: bytes, path: str) -> ServiceLog:
         except (ValueError, KeyError, TypeError, RecursionError) as e:  # msgspec.ValidationError is a ValueError
             reason = " ".join(str(e).split())
             raise ConfigError(f"log {path} line {number} is damaged ({reason}); delete the line or copy the log again") from e  # fmt: skip
-    epochs, results = sorted(measured.values(), key=lambda e: e.end), list(finished.values())
+    everything = sorted(measured.values(), key=lambda e: e.end)
+    before = [e for e in everything if e.first_version != everything[-1].first_version]
+    begin = before[-1].end if before else -math.inf
+    epochs = [e for e in everything if e.end > begin]
+    results = [done for done in finished.values() if done.ts == 0.0 or done.ts > begin]
+    orders = sorted((d for d in decisions.values() if d.ts > begin), key=lambda d: d.ts)
     if len(epochs) < MIN_EPOCHS:
         raise ConfigError(
-            f"log {path} must hold at least {MIN_EPOCHS} lines of kind 'feedback' (one an epoch), got {len(epochs)}; "
+            f"log {path} must hold at least {MIN_EPOCHS} lines of kind 'feedback' (one an epoch) since its first drafter is the "
+            f"one that it is now, got {len(epochs)}; "
             "let the service run longer"
         )
-    jobs = _jobs(sorted(decisions.values(), key=lambda d: d.ts), results)
+    jobs = _jobs(orders, results)
     shadow: dict[str, dict[str, float]] = {}
     for done in results:
         own = [s for s in (done.result.incumbent, done.result.first, done.result.candidate) if s is not None]
@@ -219,10 +227,11 @@ def parse_log(data: bytes, path: str) -> ServiceLog:
     return ServiceLog(
         digest=hashlib.sha256(data).hexdigest()[:12],
         epochs=epochs,
-        decisions=sorted(decisions.values(), key=lambda d: d.ts),
+        decisions=orders,
         jobs=jobs,
         shadow=shadow,
-        entries=sorted(entries.values(), key=lambda e: e.ts),
+        entries=sorted((e for e in entries.values() if e.ts > begin), key=lambda e: e.ts),
+        num_before=len(everything) - len(epochs),
     )
 
 

@@ -178,8 +178,9 @@ class LoggedService:
     def notes(self) -> list[str]:
         """What a reader must know about the result."""
         scores = sum(len(v) for v in self.log.shadow.values())
+        before = f"; {self.log.num_before} epochs with another first drafter before them are left out" if self.log.num_before else ""  # fmt: skip
         return [
-            f"log: {len(self.log.epochs)} epochs of about {self.traffic.step_s:.0f} s, {len(self.log.jobs)} jobs, {scores} replay scores",
+            f"log: {len(self.log.epochs)} epochs of about {self.traffic.step_s:.0f} s, {len(self.log.jobs)} jobs, {scores} replay scores{before}",
             self.fit.sentence(),
             "jobs that the log holds are replayed as they went; others follow the gain model, whose error is the spread of the seeds",
         ]

@@ -239,6 +239,24 @@ def test_a_log_without_any_draft_is_refused(served):
         prepare(msgspec.structs.replace(log, epochs=[_undrafted(e) for e in log.epochs]), "log")
 
 
+def test_a_log_begins_where_its_first_drafter_is_the_one_that_it_is_now(served):
+    lines = [json.loads(line) for line in served[0].read_bytes().splitlines()]
+    epochs = [line for line in lines if line["kind"] == "feedback"]
+    for line in epochs[:40]:
+        line["first_version"] = "of-another-target"
+        for cell in line["cells"]:
+            cell["version"], cell["kept"] = f"{cell['version']}-before", 9.0 * cell["drafted_rounds"]
+    log = parse_log("".join(json.dumps(line) + "\n" for line in lines).encode(), "log")
+    begin = epochs[39]["end"]
+    assert (len(log.epochs), log.num_before) == (len(epochs) - 40, 40)
+    assert log.jobs and log.entries and all(x.ts > begin for x in (*log.decisions, *log.jobs, *log.entries))
+    service = prepare(log, "log")
+    assert (
+        service.first.max() < 4.0
+        and "40 epochs with another first drafter before them are left out" in service.notes()[0]
+    )
+
+
 def test_a_log_without_feedback_says_what_is_missing(tmp_path):
     path = tmp_path / "decisions.jsonl"
     path.write_text('{"kind": "note", "text": "hello"}\n')
