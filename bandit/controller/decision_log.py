@@ -211,9 +211,9 @@ def parse_log(data: bytes, path: str) -> ServiceLog:
     results = [done for done in finished.values() if done.ts == 0.0 or done.ts > begin]
     orders = sorted((d for d in decisions.values() if d.ts > begin), key=lambda d: d.ts)
     if len(epochs) < MIN_EPOCHS:
+        since = " since it has the first drafter that it has now" if before else ""
         raise ConfigError(
-            f"log {path} must hold at least {MIN_EPOCHS} lines of kind 'feedback' (one an epoch) since its first drafter is the "
-            f"one that it is now, got {len(epochs)}; "
+            f"log {path} must hold at least {MIN_EPOCHS} lines of kind 'feedback' (one an epoch){since}, got {len(epochs)}; "
             "let the service run longer"
         )
     jobs = _jobs(orders, results)
