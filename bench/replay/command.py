@@ -18,7 +18,7 @@ from paceline.bandit.off_policy.log import value_policy
 from paceline.bandit.replay.logged import LoggedService, prepare, replay_logged
 from paceline.bandit.replay.simulate import BOUND, HINDSIGHT, ORACLE, Cell
 from paceline.bench.common.result_file import write_json
-from paceline.bench.replay.frames import check_parquet, frames_of
+from paceline.bench.replay.frames import check_parquet, check_tensorboard, frames_of
 from paceline.bench.replay.html import write_html
 from paceline.bench.replay.plan import (
     Task,
@@ -93,6 +93,9 @@ class ReplayOptions:
     parquet: A[
         Path | None, Setting("Folder for runs, cells, curves and decisions as Parquet files (extra 'frames').")
     ] = None
+    tensorboard: A[
+        Path | None, Setting("Folder for a TensorBoard log of each run: net and figures (extra 'tensorboard').")
+    ] = None
     suggest: A[
         Path | None, Setting("Write the best settings as YAML for 'paceline serve --config'.", is_output=True)
     ] = None
@@ -102,6 +105,8 @@ class ReplayOptions:
             check_seeds(self.seeds, is_live=self.source in LIVE)
         if self.parquet is not None:
             check_parquet(self.parquet)
+        if self.tensorboard is not None:
+            check_tensorboard(self.tensorboard)
         if self.resume is not None:
             check_folder(self.resume, RUNS_FILE, "resume")
         if self.load is not None and self.source not in LIVE:
@@ -147,6 +152,13 @@ def run_replay(options: ReplayOptions, console: Console) -> dict[str, Any]:
         write_html(report, options.html)
     if options.parquet is not None:
         frames_of(report, rows).write_parquet(options.parquet)
+    if options.tensorboard is not None:
+        frames_of(report, rows).write_tensorboard(options.tensorboard)
+        console.print(
+            f"written: {options.tensorboard} (tensorboard --logdir {options.tensorboard})",
+            highlight=False,
+            markup=False,
+        )
     if options.suggest is not None:
         for line in write_suggestion(report, options.suggest):
             console.print(line, highlight=False, markup=False)
@@ -172,8 +184,10 @@ def _check(options: ReplayOptions, chosen: list[Variant], console: Console) -> d
         raise ConfigError("policies must not name 'oracle' or 'bound' here: no log says what it would have done")
     if options.seeds < 2:
         raise ConfigError(f"seeds must be >= 2 logs, got {options.seeds}")
-    if options.html is not None or options.suggest is not None or options.parquet is not None:
-        raise ConfigError("html and suggest are not written for off-policy checks, nor is parquet; use --json")
+    if any(out is not None for out in (options.html, options.suggest, options.parquet, options.tensorboard)):
+        raise ConfigError(
+            "html and suggest are not written for off-policy checks, nor are parquet and tensorboard; use --json"
+        )
     if options.ray is not None:
         raise ConfigError("ray is not used by off-policy checks; use --workers")
     if options.source == "off-policy-live":

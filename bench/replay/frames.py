@@ -1,4 +1,4 @@
-"""Frames: a replay as columns that `pandas.DataFrame(...)` takes, and as Parquet files; behind `paceline.replay`."""
+"""Frames: a replay as columns that `pandas.DataFrame(...)` takes, as Parquet files and TensorBoard logs; behind `paceline.replay`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import quote
 
 from rich.console import Console
 
@@ -63,6 +64,27 @@ class Frames:
             pyarrow.parquet.write_table(pyarrow.table(self._columns(name)), file)
         return files
 
+    def write_tensorboard(self, folder: Path) -> None:
+        """Write a TensorBoard log for each run, FOLDER/RUN/: its net_s over the seconds of its world, which are the log's wall
+        time, and its figures by cell, policy and seed as hyperparameters.
+
+        Raises: ConfigError without tensorboard (extra 'tensorboard').
+        """
+        check_tensorboard(folder)
+        from torch.utils.tensorboard import SummaryWriter
+
+        points: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
+        for *key, t, net in zip(*(self.curves[k] for k in (*_NAMES, "t_s", "net_s")), strict=True):
+            points.setdefault(tuple(key), []).append((t, net))
+        for i, run in enumerate(_rows(self.runs)):
+            names = {name: run.pop(name) for name in _NAMES}
+            # one folder whatever the cell is called
+            name = quote(f"{names['cell']} {names['label']}", safe=" =,()")[:160]
+            with SummaryWriter(str(folder / f"{name} seed {names['seed']} run {i}")) as writer:
+                for t, net in points.get(tuple(names.values()), ()):
+                    writer.add_scalar("net_s", net, round(t), walltime=t)
+                writer.add_hparams(names, run, run_name=".")
+
     def _columns(self, name: str) -> Columns:
         if name not in FRAMES:
             raise ConfigError(f"frame must be one of {', '.join(FRAMES)}, got {name!r}")
@@ -75,6 +97,13 @@ def check_parquet(folder: Path) -> None:
     if importlib.util.find_spec("pyarrow") is None:
         raise ConfigError("parquet needs pyarrow; pip install 'paceline[frames]'")
     check_folder(folder, f"{FRAMES[0]}.parquet", "parquet")
+
+
+def check_tensorboard(folder: Path) -> None:
+    """Make the folder; raise ConfigError when no TensorBoard log can be written there, before anything is computed."""
+    if importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError("tensorboard needs the package; pip install 'paceline[tensorboard]'")
+    check_folder(folder, "events", "tensorboard")
 
 
 def frames_of(report: dict[str, Any], rows: Sequence[Row]) -> Frames:
@@ -109,6 +138,11 @@ def frames_of(report: dict[str, Any], rows: Sequence[Row]) -> Frames:
     return Frames(
         runs=_columns(runs), cells=_columns(cells), curves=_columns(curves), decisions=decisions, report=report
     )
+
+
+def _rows(columns: Columns) -> Iterable[dict[str, Any]]:
+    """The rows that columns were made of."""
+    return (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
 
 
 def _number(value: float | None) -> float:

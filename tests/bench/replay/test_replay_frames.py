@@ -70,7 +70,8 @@ def test_worlds_come_as_tables_as_values_as_files_and_by_name(tmp_path):
 
 def test_a_frame_without_its_library_says_what_to_install(found, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    for library in ("pyarrow", "tensorboard"):
+        monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(ConfigError, match=r"pip install 'paceline\[frames\]'"):
         found.frame("runs")
     with pytest.raises(ConfigError, match=r"pip install 'paceline\[frames\]'"):
@@ -79,6 +80,8 @@ def test_a_frame_without_its_library_says_what_to_install(found, monkeypatch, tm
         found.frame("rows")
     result = RUN.invoke(app, ["replay", "small", "--seeds", "1", "--parquet", str(tmp_path / "out")])
     assert isinstance(result.exception, ConfigError) and "parquet needs pyarrow" in str(result.exception)
+    with pytest.raises(ConfigError, match=r"pip install 'paceline\[tensorboard\]'"):
+        found.write_tensorboard(tmp_path / "out")
 
 
 def test_a_pandas_frame_has_the_columns(found):
@@ -98,6 +101,30 @@ def test_parquet_files_hold_the_columns(tmp_path):
     runs = parquet.read_table(tmp_path / "out" / "runs.parquet").to_pydict()
     assert runs["policy"] == ["payoff", "oracle"] and runs["cell"] == ["s", "s"]
     assert parquet.read_table(tmp_path / "out" / "cells.parquet").num_rows == 2
+
+
+def test_tensorboard_has_a_log_of_each_run_with_its_curve_and_figures(tmp_path):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    scenario, out = tmp_path / "s.yaml", tmp_path / "out"
+    scenario.write_text("name: ../s\nregime_s: 200\nduration_s: 400\n")
+    result = RUN.invoke(app, ["replay", str(scenario), "--seeds", "1", "--policies", "never", "--tensorboard", str(out)])  # fmt: skip
+    assert result.exit_code == 0 and "tensorboard --logdir" in result.output, result.output
+    found = replay.replay(scenario, "payoff,never", seeds=2)
+    found.write_tensorboard(out / "all")
+    assert len(list(out.iterdir())) == 2, "one folder a run, whatever the cell is called"
+    keys = list(zip(*(found.curves[k] for k in ("label", "seed")), strict=True))
+    for i, (label, seed, net_s) in enumerate(zip(*(found.runs[k] for k in ("label", "seed", "net_s")), strict=True)):
+        (folder,) = (out / "all").glob(f"* {label} seed {seed} run {i}")
+        log = reader.EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+        *curve, figure = log.Scalars("net_s")  # the last is that of the hyperparameters
+        points = [
+            (t, v)
+            for k, t, v in zip(keys, found.curves["t_s"], found.curves["net_s"], strict=True)
+            if k == (label, seed)
+        ]
+        assert [(p.wall_time, p.value) for p in curve] == [pytest.approx(p, abs=1e-3) for p in points]
+        assert figure.value == pytest.approx(net_s, abs=1e-3)
+        assert "_hparams_/session_start_info" in log.summary_metadata
 
 
 def test_columns_of_one_seed_are_numbers_too():
