@@ -34,6 +34,7 @@ def test_a_free_port_lies_where_no_connection_of_this_computer_gets_one() -> Non
     assert all(20_000 <= port < lowest for port in found) and len(set(found)) > 40
     for port in found:  # as a server would, later
         with socket.socket() as s:
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its last server's connections may not be over
             s.bind(("127.0.0.1", port))
 
 
