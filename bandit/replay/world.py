@@ -341,9 +341,8 @@ class World:
         versions = [self.version_of(label) for label in traffic.labels]
         live = np.array([self.outcomes.lengths(v)[d] for d, v in enumerate(versions)])
         live_s = traffic.token_s(live)
-        cost = float(
-            tokens @ (self._first_s + (1 - holdback) * (live_s - self._first_s))
-        )  # without a swap exactly never_s
+        # so that it is exactly never_s without a swap
+        cost = float(tokens @ (self._first_s + (1 - holdback) * (live_s - self._first_s)))
         self.never_s += float(tokens @ self._first_s)
         self.serving_s += cost
         self.spent["interference"] += slow * cost

@@ -18,7 +18,7 @@ from paceline.bandit.off_policy.log import value_policy
 from paceline.bandit.replay.logged import LoggedService, prepare, replay_logged
 from paceline.bandit.replay.simulate import BOUND, HINDSIGHT, ORACLE, Cell
 from paceline.bench.common.result_file import write_json
-from paceline.bench.replay.frames import check_parquet, check_tensorboard, frames_of
+from paceline.bench.replay.frames import check_export, frames_of
 from paceline.bench.replay.html import write_html
 from paceline.bench.replay.plan import (
     Task,
@@ -104,9 +104,9 @@ class ReplayOptions:
         if self.suggest is not None:
             check_seeds(self.seeds, is_live=self.source in LIVE)
         if self.parquet is not None:
-            check_parquet(self.parquet)
+            check_export("parquet", self.parquet)
         if self.tensorboard is not None:
-            check_tensorboard(self.tensorboard)
+            check_export("tensorboard", self.tensorboard)
         if self.resume is not None:
             check_folder(self.resume, RUNS_FILE, "resume")
         if self.load is not None and self.source not in LIVE:
@@ -150,10 +150,11 @@ def run_replay(options: ReplayOptions, console: Console) -> dict[str, Any]:
         write_json(options.json, report)
     if options.html is not None:
         write_html(report, options.html)
-    if options.parquet is not None:
-        frames_of(report, rows).write_parquet(options.parquet)
-    if options.tensorboard is not None:
-        frames_of(report, rows).write_tensorboard(options.tensorboard)
+    frames = frames_of(report, rows) if options.parquet is not None or options.tensorboard is not None else None
+    if frames is not None and options.parquet is not None:
+        frames.write_parquet(options.parquet)
+    if frames is not None and options.tensorboard is not None:
+        frames.write_tensorboard(options.tensorboard)
         console.print(
             f"written: {options.tensorboard} (tensorboard --logdir {options.tensorboard})",
             highlight=False,

@@ -25,6 +25,11 @@ from paceline.paths import check_folder
 Columns = dict[str, list[Any]]
 """Name -> one value a row; all of one length."""
 FRAMES = ("runs", "cells", "curves", "decisions")
+EXPORTS = {
+    "parquet": ("pyarrow", "frames", f"{FRAMES[0]}.parquet"),
+    "tensorboard": ("tensorboard", "tensorboard", "events"),
+}
+"""Kind -> the library that it needs, the extra that brings it, and a file that is written."""
 _NAMES = ("cell", "family", "policy", "label", "seed")
 _ACT = ("t_s", "action", "bucket", "what", "reason")
 
@@ -55,7 +60,7 @@ class Frames:
 
     def write_parquet(self, folder: Path) -> list[Path]:
         """Write FRAMES as FOLDER/NAME.parquet; returns the files. Raises: ConfigError without pyarrow (extra 'frames')."""
-        check_parquet(folder)
+        check_export("parquet", folder)
         import pyarrow
         import pyarrow.parquet
 
@@ -70,12 +75,12 @@ class Frames:
 
         Raises: ConfigError without tensorboard (extra 'tensorboard').
         """
-        check_tensorboard(folder)
+        check_export("tensorboard", folder)
         from torch.utils.tensorboard import SummaryWriter
 
         points: dict[tuple[Any, ...], list[tuple[float, float]]] = {}
-        for *key, t, net in zip(*(self.curves[k] for k in (*_NAMES, "t_s", "net_s")), strict=True):
-            points.setdefault(tuple(key), []).append((t, net))
+        for point in _rows(self.curves):
+            points.setdefault(tuple(_names(point).values()), []).append((point["t_s"], point["net_s"]))
         for i, run in enumerate(_rows(self.runs)):
             names = {name: run.pop(name) for name in _NAMES}
             # one folder whatever the cell is called
@@ -92,18 +97,12 @@ class Frames:
         return found
 
 
-def check_parquet(folder: Path) -> None:
-    """Make the folder; raise ConfigError when Parquet files cannot be written there, before anything is computed."""
-    if importlib.util.find_spec("pyarrow") is None:
-        raise ConfigError("parquet needs pyarrow; pip install 'paceline[frames]'")
-    check_folder(folder, f"{FRAMES[0]}.parquet", "parquet")
-
-
-def check_tensorboard(folder: Path) -> None:
-    """Make the folder; raise ConfigError when no TensorBoard log can be written there, before anything is computed."""
-    if importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError("tensorboard needs the package; pip install 'paceline[tensorboard]'")
-    check_folder(folder, "events", "tensorboard")
+def check_export(kind: str, folder: Path) -> None:
+    """Make the folder; raise ConfigError when an export of EXPORTS cannot be written there, before anything is computed."""
+    library, extra, file = EXPORTS[kind]
+    if importlib.util.find_spec(library) is None:
+        raise ConfigError(f"{kind} needs {library}; pip install 'paceline[{extra}]'")
+    check_folder(folder, file, kind)
 
 
 def frames_of(report: dict[str, Any], rows: Sequence[Row]) -> Frames:

@@ -148,9 +148,7 @@ class NumbersExchange:
     def _run(self) -> None:
         while not self._stop.wait(PERIOD_S):
             try:
-                own = (
-                    self.own()
-                )  # without a Redis, too: what came in the past minute is told from what was there before
+                own = self.own()  # without a Redis, too: the past minute is told from what was there before it
                 if self._client is not None:
                     self._write(own)
             except (RedisError, OSError) as e:

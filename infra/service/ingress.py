@@ -51,8 +51,6 @@ log = logging.getLogger(__name__)
 
 PROBE_S = 2.0
 PROBE_TIMEOUT_S = 5.0
-
-
 INGRESS_PLACE = {"num_cpus": 0, "num_gpus": 0, "label_selector": {ROLE_LABEL: f"!in({TRAIN_ROLE},{HEAD_ROLE})"}}
 """No CPU of its own: where a node is lost, engines take what is left, and without an ingress nobody reaches them. Replicas outlive
 a head that is lost, an ingress there would not."""

@@ -62,9 +62,8 @@ def words(d: Decision, entries: list[LedgerEntry]) -> list[str]:
     """Sentences for somebody who has never seen the service: what, why, what was expected, what came of it."""
     when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(d.ts))
     who = f"the policy '{d.policy}' decided"
-    if (
-        d.action == "rollback" and "epoch" not in d.context
-    ):  # an operator's, or for a replica's refusal; the reason says which
+    if d.action == "rollback" and "epoch" not in d.context:
+        # an operator's, or for a replica's refusal; the reason says which
         who = "it was decided, whatever the policy thinks"
     elif is_operators(d):
         who = "an operator decided"

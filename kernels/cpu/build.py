@@ -1,7 +1,7 @@
 """Build of the native round: compiles round.cpp once for each instruction set, the rest once, and links one shared library.
 
 The library has a plain C interface: it depends on neither Python nor torch, so a built wheel serves any version of both.
-`python -m paceline.kernels.cpu.build` builds it in place. Imports nothing of the project: setup.py runs it, too.
+`python -m paceline.kernels.cpu.build` builds it in place where that of these sources is not there yet. Imports nothing of the project: setup.py runs it, too.
 """
 
 from __future__ import annotations
@@ -83,8 +83,10 @@ def provide(folder: Path) -> Path:
 
     One process at a time: what another one of the same sources is compiling is waited for.
     """
-    import fcntl
-
+    try:
+        import fcntl
+    except ImportError:  # Windows: `build` says that there is none for it
+        return build(folder)
     with open(__file__, encoding="utf-8") as own:
         fcntl.flock(own, fcntl.LOCK_EX)
         there = HERE / NAME

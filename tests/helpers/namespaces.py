@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import psutil
@@ -22,13 +22,11 @@ def namespaces_problem() -> str | None:
     """Why this user has no network namespaces, None where it has."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         return "needs root and iproute2"
-    name = f"try{os.getpid()}"
     try:
-        _ip("netns", "add", name)
-        _ip("netns", "del", name)
+        with Computers(("try",)):
+            return None
     except subprocess.CalledProcessError as e:
         return f"namespaces are not allowed: {e.stderr.strip()}"
-    return None
 
 
 class Computers:
@@ -40,27 +38,32 @@ class Computers:
         self.addresses = {name: f"{self._net}.{i + 1}" for i, name in enumerate(names)}
 
     def __enter__(self) -> Computers:
-        _ip("link", "add", self._bridge, "type", "bridge")
-        _ip("addr", "add", f"{self._net}.254/24", "dev", self._bridge)
-        _ip("link", "set", self._bridge, "up")
-        for name, address in self.addresses.items():
-            space, outer, inner = self._space(name), self._link(name), f"i{name}{self._tag}"
-            _ip("netns", "add", space)
-            _ip("link", "add", outer, "type", "veth", "peer", "name", inner)
-            _ip("link", "set", outer, "master", self._bridge, "up")
-            _ip("link", "set", inner, "netns", space)
-            _ip("-n", space, "addr", "add", f"{address}/24", "dev", inner)
-            _ip("-n", space, "link", "set", inner, "up")
-            _ip("-n", space, "link", "set", "lo", "up")
+        with ExitStack() as stack:  # what was made goes again where the rest is not allowed
+            _ip("link", "add", self._bridge, "type", "bridge")
+            stack.callback(_ip, "link", "del", self._bridge)
+            _ip("addr", "add", f"{self._net}.254/24", "dev", self._bridge)
+            _ip("link", "set", self._bridge, "up")
+            for name, address in self.addresses.items():
+                space, outer, inner = self._space(name), self._link(name), f"i{name}{self._tag}"
+                _ip("netns", "add", space)
+                stack.callback(self._end, name)
+                _ip("link", "add", outer, "type", "veth", "peer", "name", inner)
+                _ip("link", "set", outer, "master", self._bridge, "up")
+                _ip("link", "set", inner, "netns", space)
+                _ip("-n", space, "addr", "add", f"{address}/24", "dev", inner)
+                _ip("-n", space, "link", "set", inner, "up")
+                _ip("-n", space, "link", "set", "lo", "up")
+            self._made = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name in self.addresses:
-            for process in self.processes(name):
-                process.kill()
-            wait_for(lambda: not self.processes(name), "the end of a computer's processes")  # noqa: B023
-            _ip("netns", "del", self._space(name))
-        _ip("link", "del", self._bridge)
+        self._made.close()
+
+    def _end(self, name: str) -> None:
+        for process in self.processes(name):
+            process.kill()
+        wait_for(lambda: not self.processes(name), "the end of a computer's processes")
+        _ip("netns", "del", self._space(name))
 
     def _space(self, name: str) -> str:
         return f"{name}{self._tag}"
