@@ -150,16 +150,14 @@ def run_replay(options: ReplayOptions, console: Console) -> dict[str, Any]:
         write_json(options.json, report)
     if options.html is not None:
         write_html(report, options.html)
-    frames = frames_of(report, rows) if options.parquet is not None or options.tensorboard is not None else None
-    if frames is not None and options.parquet is not None:
-        frames.write_parquet(options.parquet)
-    if frames is not None and options.tensorboard is not None:
-        frames.write_tensorboard(options.tensorboard)
-        console.print(
-            f"written: {options.tensorboard} (tensorboard --logdir {options.tensorboard})",
-            highlight=False,
-            markup=False,
-        )
+    if options.parquet is not None or options.tensorboard is not None:
+        frames = frames_of(report, rows)
+        if options.parquet is not None:
+            frames.write_parquet(options.parquet)
+        if options.tensorboard is not None:
+            frames.write_tensorboard(options.tensorboard)
+            line = f"written: {options.tensorboard} (tensorboard --logdir {options.tensorboard})"
+            console.print(line, highlight=False, markup=False)
     if options.suggest is not None:
         for line in write_suggestion(report, options.suggest):
             console.print(line, highlight=False, markup=False)
