@@ -93,6 +93,8 @@ class Front:
 
         async def send_to_reader(message: AsgiMessage) -> None:
             nonlocal has_begun
+            if not has_begun and message.get("status", 500) < 500:  # a 5xx may be Serve's own
+                self._presence.heard(scope["path"])
             has_begun = True
             await send_in_time(send, message, self._write_s, scope.get("client"))
 

@@ -150,6 +150,8 @@ class Presence:
 
     def __init__(self) -> None:
         self._routes: dict[str, bool] = {}
+        self._heard_s: dict[str, float] = {}
+        """Route -> when a replica of it answered last."""
         self._wanted_s = self._looked_s = time.monotonic()
         self._wake = threading.Event()
 
@@ -158,8 +160,17 @@ class Presence:
         self._wanted_s = time.monotonic()
         if self._wanted_s - self._looked_s > EVERY_S:  # the first one behind a quiet time
             self._wake.set()
-        routes = self._routes
-        return routes.get(max((r for r in routes if f"{path}/".startswith(f"{r}/")), key=len, default=""), False)
+        return self._routes.get(self._route(path), False)
+
+    def heard(self, path: str) -> None:
+        """A replica has answered at this path: what Serve's controller said before that is no longer so. Any thread."""
+        route = self._route(path)
+        self._heard_s[route] = time.monotonic()
+        if self._routes.get(route):
+            self._routes = {**self._routes, route: False}
+
+    def _route(self, path: str) -> str:
+        return max((r for r in self._routes if f"{path}/".startswith(f"{r}/")), key=len, default="")
 
     def start(self) -> Presence:
         """Ask in a thread for as long as the process lives."""
@@ -176,6 +187,7 @@ class Presence:
             try:
                 now = details()
                 found = {} if now is None else routes(now)
+                found = {r: gone and self._heard_s.get(r, 0.0) < self._looked_s for r, gone in found.items()}
                 if now is not None:
                     listening().look(now)
             except Exception as e:  # Serve's controller is coming back: replicas that run go on

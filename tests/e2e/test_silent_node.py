@@ -78,5 +78,5 @@ def test_a_node_that_falls_silent_takes_only_what_came_through_it(tmp_path: Path
         for answer in load.answers:
             answer.check_explicit()  # type: ignore[attr-defined]
         broken = [i for i, a in enumerate(load.answers) if not a.looks_complete]
-        assert len(broken) <= WIDTH, "what came through its ingress"
+        assert len(broken) <= WIDTH, [(i, load.answers[i].status, load.answers[i].error) for i in broken]
         assert not [i for i in broken if i > num_meanwhile]

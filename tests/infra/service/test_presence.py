@@ -59,6 +59,37 @@ def test_it_asks_often_while_requests_come_and_at_once_behind_a_quiet_time(
     wait_until(lambda: len(looks) > num + 3)
 
 
+def test_a_replica_that_has_answered_is_there_whatever_was_read_before(
+    monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None]
+) -> None:
+    """A request that came before the first look waits for a replica; the next one must not be refused by that look."""
+    began, ends, said = threading.Semaphore(0), threading.Semaphore(0), {"/a": True, "/b": True}
+
+    def details() -> SimpleNamespace:
+        began.release()
+        ends.acquire()
+        return SimpleNamespace(applications={})
+
+    monkeypatch.setattr(presence, "routes", lambda _: dict(said))
+    monkeypatch.setattr(presence, "details", details)
+    monkeypatch.setattr(presence, "EVERY_S", 0.01)
+    own = presence.Listening()
+    monkeypatch.setattr(presence, "listening", lambda: own)
+    found = presence.Presence().start()
+    began.acquire()
+    ends.release()
+    began.acquire()  # the second look, which ends behind the answer
+    assert found.is_gone("/a/v1") and found.is_gone("/b/v1")
+    found.heard("/a/v1")
+    assert not found.is_gone("/a/v1") and found.is_gone("/b/v1")
+    ends.release()
+    began.acquire()
+    assert not found.is_gone("/a/v1") and found.is_gone("/b/v1"), "read before the answer"
+    ends.release()
+    wait_until(lambda: found.is_gone("/a/v1"))  # a look that began after it
+    ends.release(100)
+
+
 class Host:
     """Serve's controller, as a client of it sees it: calls that wait until they are answered."""
 
