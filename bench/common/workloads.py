@@ -105,6 +105,19 @@ class Question:
     """The text goes to the model as it is, without its chat template."""
 
 
+def question_text(question: Question, tokenizer: Any) -> str:
+    """A question as a model is asked: through its chat template, except a text to complete that has no marks of turns."""
+    from paceline.adapt.data import corpus
+
+    if question.is_completion:
+        return asked_text(question.turns[0], tokenizer) if corpus.USER in question.turns[0] else question.turns[0]
+    messages = question.messages or (("user", question.turns[0]),)
+    if not tokenizer.chat_template:
+        return "".join(f"{role}: {text}\n" for role, text in messages) + "assistant:"
+    chat = [{"role": role, "content": text} for role, text in messages]
+    return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+
+
 def bundled_questions(bucket: str) -> list[Question]:
     """The package's own prompts of one bucket; raises ConfigError on an unknown one."""
     return [

@@ -21,7 +21,7 @@ import torch
 from scipy import sparse
 
 from paceline.bench.common.engine_run import build_engine, encode
-from paceline.bench.common.workloads import Question
+from paceline.bench.common.workloads import Question, question_text
 from paceline.bench.engine.arms import BenchGroup, EngineArm, random_prompts
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
@@ -72,15 +72,7 @@ class Workload:
 
 def question_tokens(target: TargetModel, question: Question) -> tuple[int, ...]:
     """Token ids of a question: through the tokenizer's chat template unless it is a text to complete."""
-    if question.is_completion:
-        return tuple(encode(target, question.turns[0]))
-    messages = question.messages or (("user", question.turns[0]),)
-    if target.tokenizer.chat_template:
-        chat = [{"role": role, "content": text} for role, text in messages]
-        text = target.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-    else:
-        text = "".join(f"{role}: {text}\n" for role, text in messages) + "assistant:"
-    return tuple(encode(target, str(text)))
+    return tuple(encode(target, question_text(question, target.tokenizer)))
 
 
 def domain_workload(

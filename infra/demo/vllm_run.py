@@ -215,7 +215,7 @@ def _result(
     options: DemoOptions, stats: DemoStats, schedule: Schedule, state: Snapshot, engine: dict[str, Any]
 ) -> dict:
     """The JSON document, without the check of answers."""
-    plain, began, pauses = msgspec.to_builtins, schedule.began_epoch, [ms for ms in state.swaps.pause_ms if ms > 0]
+    plain, pauses = msgspec.to_builtins, [ms for ms in state.swaps.pause_ms if ms > 0]
     phases = []
     for phase in schedule.phases:
         answers = [a for a in stats.of_phase(phase.name) if a.group == Group.ADAPTIVE]
@@ -232,7 +232,7 @@ def _result(
             bucket: {name: plain(sums) for name, sums in seen.groups().items()}
             for bucket, seen in state.buckets.items()
         },
-        "decisions": [plain(d) | {"t_s": round(d.ts - began, 2)} for d in state.decisions],
+        "decisions": [plain(d) | {"t_s": round(schedule.at(d.ts), 2)} for d in state.decisions],
         "rollout": plain(state.rollout), "notes": plain(state.notes),
         "ledger": plain(state.ledger), "ledger_cells": plain(state.ledger_cells),
         "saved_interval_s": list(state.saved_interval_s),
