@@ -112,7 +112,7 @@ def question_text(question: Question, tokenizer: Any) -> str:
     if question.is_completion:
         return asked_text(question.turns[0], tokenizer) if corpus.USER in question.turns[0] else question.turns[0]
     messages = question.messages or (("user", question.turns[0]),)
-    if not tokenizer.chat_template:
+    if not getattr(tokenizer, "chat_template", None):
         return "".join(f"{role}: {text}\n" for role, text in messages) + "assistant:"
     chat = [{"role": role, "content": text} for role, text in messages]
     return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))

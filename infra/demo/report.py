@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,19 @@ from rich.table import Table
 
 from paceline.bench.common.html_page import plots, write_page
 from paceline.contracts import Group
+from paceline.infra.demo.day_report import GROUP_COLORS, KIND_COLUMNS, day_figure, day_sentence, kind_rows
 from paceline.infra.demo.stats import Answer
 
-_COLORS = {Group.ADAPTIVE: "#0b7285", Group.STATIC: "#c2410c", Group.PLAIN: "#6b7280"}
 _PHASE_COLUMNS = ("phase", "traffic", "T", "static accept.", "adaptive accept.", "plain tok/s", "static tok/s", "adaptive tok/s", "saved s", "net s")  # fmt: skip
 _PAGE = """
 <h1>Paceline demo report</h1>
 <p>Target {{ result.target.name }}, drafter {{ result.drafter.name }}, policy {{ result.policy }},
-{{ result.hardware.cpu }}, {{ result.hardware.cores }} cores. Dotted lines: phases. Purple: decisions acted on. Green: swaps.</p>
+{{ result.hardware.cpu }}, {{ result.hardware.cores }} cores.{% if not kinds %} Dotted lines: phases. Purple: decisions acted on. Green: swaps.{% endif %}</p>
 {{ figures }}
+{% if kinds %}
+<h2>Kinds of text</h2>
+{{ table(kind_columns, kinds) }}
+{% endif %}
 <h2>Phases</h2>
 {{ table(phase_columns, phases) }}
 <h2>Figures</h2>
@@ -80,10 +85,15 @@ def summary_lines(result: dict) -> list[str]:
     """The figures below the table."""
     ledger, swaps, lossless, feedback = (result[k] for k in ("ledger", "swaps", "lossless", "feedback"))
     acted = [d for d in result["decisions"] if d["action"] != "hold"]
-    done = [
-        f"\n  t={d['t_s']:.0f} s  {d['action']} {d.get('arm') or d.get('version') or ''} ({d.get('outcome') or 'done'}): {d['reason']}"
-        for d in acted
-    ]
+    outcomes = Counter(f"{d['action']} {d.get('outcome') or 'done'}" for d in acted)
+    done = (
+        [f"\n  {name}: {count}" for name, count in outcomes.most_common()]
+        if "day" in result
+        else [
+            f"\n  t={d['t_s']:.0f} s  {d['action']} {d.get('arm') or d.get('version') or ''} ({d.get('outcome') or 'done'}): {d['reason']}"
+            for d in acted
+        ]
+    )
     cells = [_cell_line(row) for row in result["ledger_cells"] if row["version"] is not None]
     return [
         f"decisions: {len(result['decisions'])} logged, {len(acted)} acted on{''.join(done)}",
@@ -94,7 +104,7 @@ def summary_lines(result: dict) -> list[str]:
         f"lossless: {lossless['checked']} greedy tokens checked in fp32, {lossless['near_ties']} near ties within "
         f"bf16's rounding, {lossless['mismatches']} mismatches",
         f"feedback: {feedback['produced']} rows produced, {feedback['delivered']} delivered, {feedback['dropped']} dropped",
-        closing_sentence(result),
+        day_sentence(result) if "day" in result else closing_sentence(result),
     ]
 
 
@@ -157,7 +167,9 @@ def write_html(result: dict, answers: list[Answer], path: Path) -> None:
         "Paceline demo report",
         _PAGE,
         result=result,
-        figures=plots([_time_lines(result, answers)]),
+        figures=plots([day_figure(result, answers) if "day" in result else _time_lines(result, answers)]),
+        kind_columns=KIND_COLUMNS,
+        kinds=list(kind_rows(result)) if "day" in result else [],
         phase_columns=_PHASE_COLUMNS,
         phases=_phase_rows(result),
         summary=summary_lines(result),
@@ -185,7 +197,7 @@ def _time_lines(result: dict, answers: list[Answer]) -> Any:
             "x": x,
             "name": group.value,
             "legendgroup": group.value,
-            "line": {"color": _COLORS[group], "width": 2},
+            "line": {"color": GROUP_COLORS[group], "width": 2},
         }
         is_plain = group == Group.PLAIN  # it drafts nothing: its only line is its speed
         if not is_plain:

@@ -45,6 +45,7 @@ from paceline.infra.controller.snapshot import Snapshot
 from paceline.infra.demo import report as demo_report
 from paceline.infra.demo import view as demo_view
 from paceline.infra.demo.client import MAX_TOKENS, DemoClient
+from paceline.infra.demo.day_report import day_dict, kind_table
 from paceline.infra.demo.diary import Diary
 from paceline.infra.demo.scenario import (
     DAY_GROUPS,
@@ -185,7 +186,7 @@ def _phases(options: DemoOptions) -> tuple[Phase, ...]:
     return shifting_scenario(options.known, options.shifted, options.brief)
 
 
-def _with_kinds(options: DemoOptions) -> DemoOptions:
+def with_kinds(options: DemoOptions) -> DemoOptions:
     """The options with the kinds of a day named. Raises: ConfigError."""
     if options.scenario != "day":
         return options
@@ -429,7 +430,7 @@ def _result(
             name: (belief.fresh_rows, belief.required_rows)
             for name, belief in (state.bandit.beliefs if state.bandit else {}).items()
         },
-        "ledger_entries": plain(state.ledger_entries),
+        "ledger_entries": [plain(e) | {"t_s": round(schedule.at(e.ts), 2)} for e in state.ledger_entries],
         "swaps": {
             "count": state.swaps.count,
             "pause_ms_p50": float(np.percentile(pauses, 50)) if pauses else None,
@@ -445,7 +446,7 @@ def _result(
         },
         "feedback": plain(state.feedback),
         "failures": stats.failures[:20],
-    }
+    } | ({"day": day_dict(stats.answers, state.ledger.spent_s)} if options.scenario == "day" else {})
 
 
 def run_demo(options: DemoOptions, console: Console) -> dict:
@@ -460,7 +461,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict:
 
     if options.engine == "vllm":
         return run_vllm_demo(options, demo_config(options, Path()), console)
-    options = _with_kinds(options)
+    options = with_kinds(options)
     own_dir = options.data_dir is None
     data_dir = Path(tempfile.mkdtemp(prefix="paceline-demo-")) if options.data_dir is None else options.data_dir
     config = demo_config(options, data_dir)
@@ -510,7 +511,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict:
                     shutil.rmtree(data_dir, ignore_errors=True)
     lossless = _check_lossless(stats, options.model, console)
     result = _result(options, stats, schedule, state, lossless)
-    console.print(demo_report.result_table(result))
+    console.print(kind_table(result) if options.scenario == "day" else demo_report.result_table(result))
     for line in demo_report.summary_lines(result):
         console.print(line, highlight=False)
     if options.json:

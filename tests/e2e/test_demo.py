@@ -72,9 +72,9 @@ def _check_document(result):
     )  # a phase of seconds on a busy machine may see one or two
 
 
-def _left_behind_at_last(tmp_path):
-    """Processes that are still there when those that were told to end have had 10 s for it."""
-    give_up = time.monotonic() + 10
+def _left_behind_at_last(tmp_path, patience_s=10.0):
+    """Processes that are still there when those that were told to end, or find themselves alone, have had time for it."""
+    give_up = time.monotonic() + patience_s
     while (found := _left_behind(tmp_path)) and time.monotonic() < give_up:
         time.sleep(0.1)
     return found
@@ -87,14 +87,27 @@ def _left_behind(tmp_path):
     return [i for i in infos if mark in " ".join(i["cmdline"] or []) or mark in (i["cwd"] or "")]
 
 
-def test_short_demo_is_lossless_consistent_and_cleans_up(demo, short_path, environment):
-    json_path, html_path = short_path / "demo.json", short_path / "demo.html"
-    options = ["--minutes", "0.4", "--seed", "3", "--json", str(json_path), "--html", str(html_path)]
-    done = subprocess.run([*demo, *options], capture_output=True, text=True, timeout=400, env=environment, cwd="/", stdin=subprocess.DEVNULL)  # fmt: skip
+def test_a_short_demo_that_was_killed_goes_on_and_is_lossless_consistent_and_cleans_up(demo, short_path, environment):
+    json_path, html_path, answers = short_path / "demo.json", short_path / "demo.html", short_path / "run/answers.jsonl"
+    options = ["--minutes", "0.6", "--seed", "3", "--data-dir", str(short_path / "run"), "--json", str(json_path), "--html", str(html_path)]  # fmt: skip
+    command = {"args": [*demo, *options], "env": environment, "cwd": "/", "stdin": subprocess.DEVNULL}
+    with subprocess.Popen(**command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as killed:
+        give_up = time.monotonic() + 200
+        while not (answers.is_file() and answers.read_bytes().count(b"\n") >= 14) and time.monotonic() < give_up:
+            time.sleep(0.1)
+        killed.kill()
+    before = answers.read_bytes()
+    assert _left_behind_at_last(short_path, 60.0) == []
+    done = subprocess.run(**command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert html_path.stat().st_size > 1_000_000  # plotly is inside the page
-    result = json.loads(json_path.read_text())
+    result, lines = json.loads(json_path.read_text()), answers.read_bytes()
     _check_document(result)
+    whole = before[: before.rindex(b"\n") + 1]
+    assert [json.loads(x) for x in lines.splitlines()][: whole.count(b"\n")] == [
+        json.loads(x) for x in whole.splitlines()
+    ]
+    assert sum(p["requests"] for p in result["phases"]) == lines.count(b"\n") > whole.count(b"\n") >= 14
     assert [p["name"] for p in result["phases"]] == ["A", "B", "C", "B again"]
     assert "lossless:" in done.stdout and "ledger:" in done.stdout
     assert _left_behind_at_last(short_path) == []

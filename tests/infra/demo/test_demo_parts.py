@@ -2,22 +2,36 @@
 
 import dataclasses
 import io
+import itertools
 import json
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 from rich.console import Console
 
 from paceline.bench.common.result_file import write_json
+from paceline.bench.common.workloads import Prompt
 from paceline.contracts import Decision, Group
 from paceline.errors import ConfigError
 from paceline.infra.controller.snapshot import Snapshot
 from paceline.infra.demo import report as demo_report
 from paceline.infra.demo import view as demo_view
-from paceline.infra.demo.run import DemoOptions
-from paceline.infra.demo.scenario import GROUP_PATTERN, Traffic, shifting_scenario, steady_scenario
+from paceline.infra.demo.day_report import day_dict, day_figure, kind_table, speedup
+from paceline.infra.demo.diary import Diary
+from paceline.infra.demo.run import DemoOptions, Schedule, prompts_of, with_kinds
+from paceline.infra.demo.scenario import (
+    DAY_GROUPS,
+    GROUP_PATTERN,
+    Phase,
+    Traffic,
+    day_scenario,
+    shifting_scenario,
+    steady_scenario,
+)
 from paceline.infra.demo.stats import Answer, DemoStats, gross_saving_s, own_version_s, totals
 from paceline.infra.demo.vllm_run import check_options
 
@@ -35,7 +49,7 @@ def _answer(
 
 def test_groups_of_a_pattern_share_bucket_and_temperature():
     phase = shifting_scenario(("tools", "code"), ("math",), ("facts",))[0]
-    traffic = Traffic(("tools", "code", "math"), None, seed=0)
+    traffic = Traffic(("tools", "code", "math"), prompts_of(DemoOptions()), seed=0)
     plans = [traffic.next(phase) for _ in range(96)]
     for i in range(0, 96, len(GROUP_PATTERN)):
         block = plans[i : i + len(GROUP_PATTERN)]
@@ -47,12 +61,142 @@ def test_groups_of_a_pattern_share_bucket_and_temperature():
 
 def test_same_seed_sends_the_same_traffic():
     phase = steady_scenario(("code",))[0]
-    one, two = Traffic(("code",), None, seed=5), Traffic(("code",), None, seed=5)
+    one, two = (Traffic(("code",), prompts_of(DemoOptions()), seed=5) for _ in range(2))
     assert [one.next(phase) for _ in range(20)] == [two.next(phase) for _ in range(20)]
 
 
 def test_phase_shares_fill_the_demo():
-    assert abs(sum(p.share for p in shifting_scenario(("tools",), ("math",), ("facts",))) - 1) < 1e-9
+    for phases in (shifting_scenario(("tools",), ("math",), ("facts",)), day_scenario(("a", "b", "c"), 100.0, 0)):
+        assert abs(sum(p.share for p in phases) - 1) < 1e-9
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("num", [2, 3, 8])
+def test_the_kinds_of_a_day_come_go_and_return(seed, num):
+    kinds = tuple("abcdefgh"[:num])
+    phases = day_scenario(kinds, 120.0, seed)
+    minutes = [p.share * 120 for p in phases]
+    assert {*minutes[:-1]} == {3.0, 5.0, 7.0} and sum(minutes) == pytest.approx(120)
+    for before, after in itertools.pairwise(phases):
+        assert len(before.buckets) == 2 and {*before.buckets} & {*after.buckets}, "one of the two stays"
+    for kind in kinds:
+        visits = [kind in p.buckets for p in phases]
+        num_visits = sum(here and not was for was, here in zip([False, *visits], visits, strict=False))
+        assert num < 8 or 2 <= num_visits <= 4
+    # an hour of it is the first one
+    hour = day_scenario(kinds, 60.0, seed)
+    assert [p.buckets for p in hour] == [p.buckets for p in phases[: len(hour)]]
+    assert [round(60 * p.share, 6) for p in hour[:-1]] == [round(m, 6) for m in minutes[: len(hour) - 1]]
+
+
+def test_a_kind_is_asked_the_same_whatever_else_is_and_where_a_run_goes_on():
+    def prompts(bucket, seed):
+        return [Prompt(prompt_id=f"{bucket}-{seed}-{i}", bucket=bucket, text=str(i)) for i in range(7)]
+
+    def sent(scenario, before=None, num=80):
+        traffic = Traffic(("a", "b", "c"), prompts, 3, groups=DAY_GROUPS, sent=before)
+        plans = [traffic.next(phase) for phase in scenario for _ in range(num)]
+        return {b: [(p.prompt, p.temperature, p.group, p.seed) for p in plans if p.prompt.bucket == b] for b in "abc"}
+
+    one, two = Phase(name="1", buckets=("a", "b"), share=0.5), Phase(name="2", buckets=("b", "c"), share=0.5)
+    whole, other = sent((one, two)), sent((two, one, one))
+    for bucket in "abc":
+        count = min(len(whole[bucket]), len(other[bucket]))
+        assert count >= 30 and whole[bucket][:count] == other[bucket][:count]
+    assert len({s for *_, s in whole["a"]}) == len(whole["a"])
+    first = sent((one,))
+    rest = sent((two,), before={b: len(first[b]) for b in "abc"})
+    assert all(first[b] + rest[b] == whole[b] for b in "abc")
+
+
+def test_a_run_goes_on_where_its_diary_ends(tmp_path):
+    options = DemoOptions(scenario="day", kinds=("tools", "math"), minutes=20.0)
+    diary = Diary.open(tmp_path / "new", options.told())
+    schedule = Schedule(options, diary=diary)
+    assert schedule.elapsed_s() < 1.0
+    for i in range(3):
+        diary.note(_answer(Group.STATIC, ended=10.0 * (i + 1), bucket=("tools", "math", "tools")[i]))
+    with (tmp_path / "new" / "answers.jsonl").open("ab") as file:
+        file.write(b'{"phase": "1", "buck')  # killed while it wrote
+    again = Diary.open(tmp_path / "new", dataclasses.replace(options, minutes=60.0).told())
+    assert [a.ended for a in again.answers] == [10.0, 20.0, 30.0] and again.answers[0].group is Group.STATIC
+    later = Schedule(options, diary=again)
+    assert 30.0 <= later.elapsed_s() < 31.0
+    assert later.at(time.time()) == pytest.approx(later.elapsed_s(), abs=0.5)
+    assert later.at(diary._starts[0][1] + 12.0) == pytest.approx(42.0, abs=0.5), "of the part that runs"
+    assert [b for b, n in later._traffic._sent.items() for _ in range(n)] == ["tools", "tools", "math"]
+    assert len(Diary.open(tmp_path / "new", options.told()).answers) == 3, "the broken line is gone"
+    with pytest.raises(ConfigError, match=r"--seed must be that of the run in .*, 0, got 1"):
+        Diary.open(tmp_path / "new", dataclasses.replace(options, seed=1).told())
+    short = DemoOptions(minutes=2.0)
+    Diary.open(tmp_path / "other", short.told()).begin(0.0, 0.0)
+    with pytest.raises(ConfigError, match="--minutes must be"):
+        Diary.open(tmp_path / "other", dataclasses.replace(short, minutes=3.0).told())
+
+
+def test_kinds_that_the_data_has_not_are_named(tmp_path):
+    (tmp_path / "mine.jsonl").write_text("".join(json.dumps({"prompt": f"Say {i}"}) + "\n" for i in range(3)))
+    (tmp_path / "less.jsonl").write_text(json.dumps({"prompt": "Say less"}) + "\n")
+    found = with_kinds(DemoOptions(scenario="day", data=tmp_path))
+    assert found.kinds == ("mine", "less")
+    with pytest.raises(ConfigError, match="--kinds must be of less, mine, got 'chess'"):
+        with_kinds(DemoOptions(scenario="day", data=tmp_path, kinds=("mine", "chess")))
+    with pytest.raises(ConfigError, match="--kinds must be those of --scenario day"):
+        DemoOptions(kinds=("mine", "less"))
+    texts = prompts_of(found)("mine", 0)
+    assert sorted(p.text for p in texts) == [f"user: Say {i}\nassistant:" for i in range(3)]
+    with pytest.raises(ConfigError, match="at most 1 tokens"):
+        prompts_of(found, lambda text: {"input_ids": text.split()}, 1)
+
+
+def _day(seed=0, num=400, gain=1.25):
+    """Answers of two kinds of which one is slow and mostly asked of the static group."""
+    rng, answers = np.random.default_rng(seed), []
+    for i in range(num):
+        kind, group = ("slow", "fast")[i % 2], DAY_GROUPS[(i // 2) % len(DAY_GROUPS)]
+        rate = {"slow": 50.0, "fast": 200.0}[kind] * {Group.ADAPTIVE: gain, Group.STATIC: 1.0, Group.PLAIN: 0.5}[group]
+        tokens = int(rng.integers(40, 150)) * (3 if group == Group.STATIC and kind == "slow" else 1)
+        seconds = tokens / rate * float(rng.lognormal(0, 0.1))
+        version = "own" if kind == "slow" and group == Group.ADAPTIVE and i > num / 2 else "v"
+        answers.append(_answer(group, tokens=tokens, device_s=seconds, ended=float(i), bucket=kind, version=version))
+    return [dataclasses.replace(a, prompt_token_ids=(i % 90,)) for i, a in enumerate(answers)]
+
+
+def test_a_speedup_is_that_of_the_tokens_whatever_mix_the_groups_had():
+    answers = _day()
+    found = speedup(answers, Group.STATIC)
+    assert found["interval_95"][0] < 1.25 < found["interval_95"][1] and found["value"] == pytest.approx(1.25, abs=0.03)
+    assert speedup(answers, Group.PLAIN)["value"] == pytest.approx(2.5, abs=0.06)
+    taken = sum(a.device_s for a in answers if a.group == Group.ADAPTIVE)
+    assert speedup(answers, Group.STATIC, taken / 4)["value"] == pytest.approx(found["value"] / 1.25, rel=1e-3)
+    assert speedup([a for a in answers if a.group == Group.STATIC], Group.STATIC)["value"] is None
+    assert speedup([a for a in answers if a.group == Group.ADAPTIVE], Group.STATIC)["value"] is None
+    hits = [speedup(_day(seed, 120), Group.STATIC)["interval_95"] for seed in range(40)]
+    assert sum(low <= 1.25 <= high for low, high in hits) >= 34
+
+
+def test_the_report_of_a_day_is_by_kind(tmp_path):
+    answers = _day()
+    result = _result(answers) | {"day": day_dict(answers, 1.0)}
+    result["drafter"] |= {"first_version": "v"}
+    result["ledger_entries"] = [
+        {"t_s": 5.0, "seconds": 1.0, "kind": "training"},
+        {"t_s": 60.0, "seconds": 2.0, "kind": "saving"},
+    ]
+    slow, fast = sorted(result["day"]["kinds"], key=lambda row: row["kind"], reverse=True)
+    assert slow["requests"] == fast["requests"] == 200 and slow["prompts"] == 45
+    assert slow["over_static"]["value"] == pytest.approx(1.25, abs=0.05)
+    assert slow["over_static_first_time"]["value"] is not None
+    sentence = demo_report.summary_lines(result)[-1]
+    assert sentence.startswith("net +1.0 s: 1 of 2 kinds had versions of their own (slow); adaptive requests were 1.2")
+    console = Console(record=True, width=150)
+    console.print(kind_table(result))
+    assert "slow" in console.export_text()
+    demo_report.write_html(result, answers, tmp_path / "r.html")
+    text = (tmp_path / "r.html").read_text()
+    assert "Kinds of text" in text and "first drafter" in text and "Plotly.newPlot" in text
+    figure = day_figure(result, answers)
+    assert [*figure.data[-1].y] == [-1.0, 1.0], "what was spent, then what was saved less that"
 
 
 def test_saving_is_the_static_time_of_the_adaptive_tokens_minus_the_time_taken():
