@@ -72,7 +72,7 @@ class Front:
             return
         try:
             scope["headers"] = checked_headers(scope["headers"])
-            if not scope["path"].startswith(_OF_SERVE) and self._presence.is_gone(scope["path"]):
+            if not scope["path"].startswith(_OF_SERVE) and await self._presence.is_gone(scope["path"]):
                 raise HTTPException(
                     503, "no replica runs now, one starts; try again", {"Retry-After": str(GAP_RETRY_S)}
                 )
@@ -93,8 +93,6 @@ class Front:
 
         async def send_to_reader(message: AsgiMessage) -> None:
             nonlocal has_begun
-            if not has_begun and message.get("status", 500) < 500:  # a 5xx may be Serve's own
-                self._presence.heard(scope["path"])
             has_begun = True
             await send_in_time(send, message, self._write_s, scope.get("client"))
 

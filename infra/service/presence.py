@@ -10,11 +10,15 @@ process never learns of a replica that started since (https://github.com/ray-pro
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import functools
 import logging
 import threading
 import time
 import weakref
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any
 
 import ray
@@ -29,6 +33,8 @@ from paceline.names import ENGINE, INGRESS
 log = logging.getLogger(__name__)
 
 EVERY_S = 0.5
+LEAST_S = 0.1
+"""Between two looks, however many requests want one."""
 QUIET_EVERY_S = 4.0
 """Where no request has come for QUIET_AFTER_S: to ask costs both sides 12 ms of a core, 2.5% of one at twice a second."""
 QUIET_AFTER_S = 30.0
@@ -150,27 +156,31 @@ class Presence:
 
     def __init__(self) -> None:
         self._routes: dict[str, bool] = {}
-        self._heard_s: dict[str, float] = {}
-        """Route -> when a replica of it answered last."""
         self._wanted_s = self._looked_s = time.monotonic()
         self._wake = threading.Event()
+        self._waiting: SimpleQueue[Future[None]] = SimpleQueue()
+        """Who waits for the end of a look that has not begun."""
 
-    def is_gone(self, path: str) -> bool:
-        """Whether no replica takes requests of the application that Serve gives this path to. Any thread."""
+    async def is_gone(self, path: str) -> bool:
+        """Whether no replica takes requests of the application that Serve gives this path to.
+
+        What was read before the question may be old: a request that came before the first look has waited for a replica, and the
+        next one must not be refused since there was none. So it is asked again before it is said, if an answer comes in time.
+        """
         self._wanted_s = time.monotonic()
         if self._wanted_s - self._looked_s > EVERY_S:  # the first one behind a quiet time
             self._wake.set()
-        return self._routes.get(self._route(path), False)
+        if self._is_gone(path):
+            look: Future[None] = Future()
+            self._waiting.put(look)
+            self._wake.set()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.wrap_future(look), 2 * EVERY_S)
+        return self._is_gone(path)
 
-    def heard(self, path: str) -> None:
-        """A replica has answered at this path: what Serve's controller said before that is no longer so. Any thread."""
-        route = self._route(path)
-        self._heard_s[route] = time.monotonic()
-        if self._routes.get(route):
-            self._routes = {**self._routes, route: False}
-
-    def _route(self, path: str) -> str:
-        return max((r for r in self._routes if f"{path}/".startswith(f"{r}/")), key=len, default="")
+    def _is_gone(self, path: str) -> bool:
+        routes = self._routes
+        return routes.get(max((r for r in routes if f"{path}/".startswith(f"{r}/")), key=len, default=""), False)
 
     def start(self) -> Presence:
         """Ask in a thread for as long as the process lives."""
@@ -182,12 +192,13 @@ class Presence:
         while True:
             is_quiet = time.monotonic() - self._wanted_s > QUIET_AFTER_S
             self._wake.wait(QUIET_EVERY_S if is_quiet else EVERY_S)
+            time.sleep(max(0.0, self._looked_s + LEAST_S - time.monotonic()))
             self._wake.clear()
+            waiting = [self._waiting.get() for _ in range(self._waiting.qsize())]
             self._looked_s = time.monotonic()
             try:
                 now = details()
                 found = {} if now is None else routes(now)
-                found = {r: gone and self._heard_s.get(r, 0.0) < self._looked_s for r, gone in found.items()}
                 if now is not None:
                     listening().look(now)
             except Exception as e:  # Serve's controller is coming back: replicas that run go on
@@ -199,3 +210,6 @@ class Presence:
                     what = "no replica takes requests; they get 503" if is_gone else "a replica takes requests again"
                     log.warning("%s: %s", route or "/", what)
             self._routes = found
+            for look in waiting:
+                if look.set_running_or_notify_cancel():
+                    look.set_result(None)

@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -15,7 +15,6 @@ import uvicorn
 
 from paceline.infra.service import front
 from paceline.infra.service.front import LOST_RETRY_S, Front
-from paceline.infra.service.presence import Presence
 from paceline.machine import free_port
 
 START = {"type": "http.response.start", "status": 503, "headers": [(b"content-type", b"text/plain")]}
@@ -55,21 +54,6 @@ async def breaks_off(scope, receive, send):
 async def refuses(scope, receive, send):
     await send(START)
     await send({"type": "http.response.body", "body": b"mine"})
-
-
-@pytest.mark.parametrize(("app", "is_heard"), [(breaks_off, True), (refuses, False), (says_nothing, False)])
-def test_an_answer_of_a_replica_says_that_it_is_there(app: Any, is_heard: bool) -> None:
-    presence = Presence()
-    presence._routes = {"": True, "/mine": False}
-    scope = {"type": "http", "path": "/v1/models", "headers": []}
-
-    async def nothing(*_: Any) -> dict[str, str]:
-        return {"type": "http.request"}
-
-    presence.is_gone = lambda path: False  # type: ignore[method-assign] - it was not, when the request came
-    with suppress(RuntimeError):
-        asyncio.run(Front(app, presence=presence)(scope, nothing, nothing))
-    assert presence._routes == {"": not is_heard, "/mine": False}
 
 
 @pytest.mark.parametrize("app", [says_nothing, fails])

@@ -45,49 +45,80 @@ def test_it_asks_often_while_requests_come_and_at_once_behind_a_quiet_time(
 
     monkeypatch.setattr(presence, "routes", routes)
     monkeypatch.setattr(presence, "details", lambda: SimpleNamespace(applications={}))
-    for name, seconds in (("EVERY_S", 0.02), ("QUIET_EVERY_S", 600.0), ("QUIET_AFTER_S", 0.5)):
+    for name, seconds in (("EVERY_S", 0.02), ("LEAST_S", 0.01), ("QUIET_EVERY_S", 600.0), ("QUIET_AFTER_S", 0.5)):
         monkeypatch.setattr(presence, name, seconds)
     own = presence.Listening()  # begun for no other test of this process: Ray's class is everybody's
     monkeypatch.setattr(presence, "listening", lambda: own)
     found = presence.Presence().start()
-    wait_until(lambda: len(looks) >= 5 and found.is_gone("/v1/models"))
+    wait_until(lambda: len(looks) >= 5 and asyncio.run(found.is_gone("/v1/models")))
     wait_until(lambda: time.monotonic() - looks[-1] > 0.4)  # no request any more
     num = len(looks)
     time.sleep(0.2)
     assert len(looks) == num
-    found.is_gone("/v1/models")
+    asyncio.run(found.is_gone("/v1/models"))
     wait_until(lambda: len(looks) > num + 3)
 
 
-def test_a_replica_that_has_answered_is_there_whatever_was_read_before(
-    monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None]
-) -> None:
-    """A request that came before the first look waits for a replica; the next one must not be refused by that look."""
-    began, ends, said = threading.Semaphore(0), threading.Semaphore(0), {"/a": True, "/b": True}
+@pytest.fixture
+def looked(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Serve's controller: what it says of one route, how often it was asked, how long it takes."""
+    said = SimpleNamespace(is_gone=True, num=0, takes_s=0.0)
 
-    def details() -> SimpleNamespace:
-        began.release()
-        ends.acquire()
-        return SimpleNamespace(applications={})
+    def routes(_: Any) -> dict[str, bool]:
+        said.num += 1
+        now = said.is_gone
+        time.sleep(said.takes_s)
+        return {"": now, "/other": True}
 
-    monkeypatch.setattr(presence, "routes", lambda _: dict(said))
-    monkeypatch.setattr(presence, "details", details)
-    monkeypatch.setattr(presence, "EVERY_S", 0.01)
+    monkeypatch.setattr(presence, "routes", routes)
+    monkeypatch.setattr(presence, "details", lambda: SimpleNamespace(applications={}))
     own = presence.Listening()
     monkeypatch.setattr(presence, "listening", lambda: own)
+    return said
+
+
+def test_a_request_is_refused_by_what_is_so_and_not_by_what_was(
+    monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None], looked: SimpleNamespace
+) -> None:
+    monkeypatch.setattr(presence, "EVERY_S", 5.0)
     found = presence.Presence().start()
-    began.acquire()
-    ends.release()
-    began.acquire()  # the second look, which ends behind the answer
-    assert found.is_gone("/a/v1") and found.is_gone("/b/v1")
-    found.heard("/a/v1")
-    assert not found.is_gone("/a/v1") and found.is_gone("/b/v1")
-    ends.release()
-    began.acquire()
-    assert not found.is_gone("/a/v1") and found.is_gone("/b/v1"), "read before the answer"
-    ends.release()
-    wait_until(lambda: found.is_gone("/a/v1"))  # a look that began after it
-    ends.release(100)
+    found._wake.set()
+    wait_until(lambda: found._is_gone("/v1/models"))
+    looked.is_gone = False
+    assert not asyncio.run(found.is_gone("/v1/models")) and asyncio.run(found.is_gone("/other/v1"))
+    assert not asyncio.run(found.is_gone("/v1/models"))
+    looked.is_gone = True  # it is told at the next look, as ever
+    assert not asyncio.run(found.is_gone("/v1/models"))
+
+
+def test_a_thousand_requests_at_once_want_few_looks(
+    monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None], looked: SimpleNamespace
+) -> None:
+    monkeypatch.setattr(presence, "EVERY_S", 5.0)
+    found = presence.Presence().start()
+    found._wake.set()
+    wait_until(lambda: found._is_gone("/"))
+
+    async def ask() -> list[bool]:
+        return await asyncio.gather(*(found.is_gone("/v1") for _ in range(1000)))
+
+    num, began_s = looked.num, time.monotonic()
+    assert all(asyncio.run(ask()))
+    assert looked.num - num <= 2 + (time.monotonic() - began_s) / presence.LEAST_S
+    assert found._waiting.qsize() == 0
+
+
+def test_a_controller_that_does_not_answer_holds_no_refusal_up_for_long(
+    monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None], looked: SimpleNamespace
+) -> None:
+    monkeypatch.setattr(presence, "EVERY_S", 0.05)
+    found = presence.Presence().start()
+    wait_until(lambda: found._is_gone("/"))
+    looked.takes_s = 30.0
+    num = looked.num
+    wait_until(lambda: looked.num > num)
+    began_s = time.monotonic()
+    assert asyncio.run(found.is_gone("/v1")) and time.monotonic() - began_s < 5.0
 
 
 class Host:
