@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -323,6 +324,21 @@ def open_folder(path: str | Path, option: str = "out") -> Iterator[Path]:
             raise ConfigError(f"{refusal}: {e.strerror}") from e
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def held_folder(folder: Path, refusal: str) -> Iterator[None]:
+    """Hold a folder's lock. Raises: ConfigError with the refusal where another process holds it."""
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(refusal) from None
+        yield
+    finally:
+        os.close(held)
 
 
 def write_atomic(path: str | Path, data: bytes | str) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +10,7 @@ from typing import Any
 import torch
 
 from paceline.errors import ConfigError
-from paceline.paths import check_folder, open_atomic
+from paceline.paths import check_folder, held_folder, open_atomic
 
 CHECKPOINT_FILE = "checkpoint.pt"
 
@@ -30,18 +27,10 @@ def own_folder(folder: Path, own: Sequence[str]) -> Iterator[None]:
             f"out must be a new folder or one that a training of this kind has written, got {str(folder)!r}, which holds another "
             "model's config.json"
         )
-    held = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(
-                    f"out must not be a folder that another training writes now, got {str(folder)!r}; wait for its end"
-                ) from None
+    with held_folder(
+        folder, f"out must not be a folder that another training writes now, got {str(folder)!r}; wait for its end"
+    ):
         yield
-    finally:
-        os.close(held)
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:

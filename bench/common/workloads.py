@@ -53,16 +53,20 @@ def data_prompts(bucket: str, data: Path | None) -> list[Prompt]:
     return prompts
 
 
-def load_prompts(bucket: str, data: Path | None, count: int, seed: int = 0) -> list[Prompt]:
-    """Return `count` prompts of a bucket in seeded random order, repeating the list only when it is too short.
+def prompt_pool(bucket: str, data: Path | None) -> list[Prompt]:
+    """The different prompts of a bucket.
 
-    Without a folder: the bundled ones, and of `chat` those that the project itself writes. Raises: ConfigError.
+    Without a folder: the bundled ones, and of `chat` those that the project itself writes. Raises: ConfigError without any.
     """
     found = bundled_prompts(bucket) if data is None and bucket != "chat" else data_prompts(bucket, data)
-    pool = list({p.text: p for p in found}.values())
-    if not pool:
+    if not found:
         raise ConfigError(f"bucket {bucket!r} has no prompts in {data}")
-    rng = random.Random(f"{seed}-{bucket}")
+    return list({p.text: p for p in found}.values())
+
+
+def load_prompts(bucket: str, data: Path | None, count: int, seed: int = 0) -> list[Prompt]:
+    """Return `count` prompts of `prompt_pool` in seeded random order, repeating the list only when it is too short."""
+    pool, rng = prompt_pool(bucket, data), random.Random(f"{seed}-{bucket}")
     out: list[Prompt] = []
     while len(out) < count:
         out += rng.sample(pool, len(pool))

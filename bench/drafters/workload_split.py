@@ -71,7 +71,7 @@ class Workload:
 
 
 def question_tokens(target: TargetModel, question: Question) -> tuple[int, ...]:
-    """Token ids of a question: through the tokenizer's chat template unless it is a text to complete."""
+    """Token ids of a question as a model is asked (`question_text`)."""
     return tuple(encode(target, question_text(question, target.tokenizer)))
 
 

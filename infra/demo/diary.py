@@ -1,8 +1,11 @@
-"""Demo diary: what a run has sent and got, in a folder where a run that was stopped goes on."""
+"""Demo diary: what a run has asked and got, in a folder where a run that was stopped goes on."""
 
 from __future__ import annotations
 
 import json
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,58 +14,105 @@ import msgspec
 
 from paceline.errors import ConfigError
 from paceline.infra.demo.stats import Answer
-from paceline.paths import write_atomic
+from paceline.paths import held_folder, write_atomic
 
-_RUN, _ANSWERS = "run.json", "answers.jsonl"
+_RUN, _ANSWERS, _FAILURES = "run.json", "answers.jsonl", "failures.jsonl"
 
 
 @dataclass(slots=True)
 class Diary:
-    """The folder's files: the run's settings and when its parts began, and a line for every answer."""
+    """The files of a run: its settings and when its parts began, a line for every answer, a line for every failure."""
 
     folder: Path
     settings: dict[str, Any]
+    model_name: str
+    """Of the run's service: its own, wherever its state lies."""
+    starts: list[tuple[float, float]] = field(default_factory=list)
+    """(seconds of the run before it, its begin in seconds since the epoch) of every part."""
     answers: list[Answer] = field(default_factory=list)
-    """Of the parts before this one, and what the run adds."""
-    _starts: list[tuple[float, float]] = field(default_factory=list)
+    """Of the parts before this one."""
+    failures: list[str] = field(default_factory=list)
+    """The same."""
 
-    @classmethod
-    def open(cls, folder: Path, settings: dict[str, Any]) -> Diary:
-        """The diary of a new run, or of one that goes on. Raises: ConfigError when that one had other settings."""
-        folder.mkdir(parents=True, exist_ok=True)
-        settings = json.loads(json.dumps(settings))  # as they are read again
-        diary = cls(folder, settings)
-        if not (folder / _RUN).is_file():
-            return diary
-        known = json.loads((folder / _RUN).read_text(encoding="utf-8"))
-        for name, value in settings.items():
-            if known["settings"].get(name) != value:
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} must be that of the run in {folder}, {known['settings'].get(name)!r}, got "
-                    f"{value!r}; give --data-dir another folder for another run"
-                )
-        diary._starts = [(float(a), float(b)) for a, b in known["starts"]]
-        if (folder / _ANSWERS).is_file():
-            for line in (folder / _ANSWERS).read_bytes().splitlines(keepends=True):
-                if line.endswith(b"\n"):  # the last one may be cut where the run was killed
-                    diary.answers.append(msgspec.json.decode(line, type=Answer))
-        return diary
-
+    @property
     def elapsed_s(self) -> float:
         """Where the run goes on: the end of its latest answer, in seconds since it began."""
         return max((a.ended for a in self.answers), default=0.0)
 
-    def begin(self, before_s: float, epoch_s: float) -> list[tuple[float, float]]:
-        """Note that a part begins; returns (seconds of the run before it, its begin in seconds since the epoch) of all parts."""
-        self._starts.append((before_s, epoch_s))
-        write_atomic(
-            self.folder / _RUN, json.dumps({"settings": self.settings, "starts": self._starts}, indent=1) + "\n"
-        )
-        lines = b"".join(msgspec.json.encode(a) + b"\n" for a in self.answers)
-        write_atomic(self.folder / _ANSWERS, lines)
-        return self._starts
+    def places(self) -> dict[str, set[int]]:
+        """Bucket -> the places that were answered."""
+        out: dict[str, set[int]] = {}
+        for a in self.answers:
+            out.setdefault(a.bucket, set()).add(a.place)
+        return out
 
-    def note(self, answer: Answer) -> None:
-        """Write an answer down."""
-        with (self.folder / _ANSWERS).open("ab") as file:
-            file.write(msgspec.json.encode(answer) + b"\n")
+    def begin(self, epoch_s: float) -> None:
+        """Note that a part begins now."""
+        self.starts.append((self.elapsed_s, epoch_s))
+        self._write()
+
+    def note(self, item: Answer | Exception) -> None:
+        """Write down what was got."""
+        name, line = (_FAILURES, str(item)) if isinstance(item, Exception) else (_ANSWERS, item)
+        with (self.folder / name).open("ab") as file:
+            file.write(msgspec.json.encode(line) + b"\n")
+
+    def _write(self) -> None:
+        run = {"settings": self.settings, "model_name": self.model_name, "starts": self.starts}
+        write_atomic(self.folder / _RUN, json.dumps(run, indent=1) + "\n")
+
+
+@contextmanager
+def open_diary(folder: Path, settings: dict[str, Any]) -> Iterator[Diary]:
+    """The diary of a new run, or of one that goes on; the folder is this process' as long.
+
+    settings: JSON values, equal in all parts of a run.
+    Raises: ConfigError for a folder of something else, of a run with other settings, or of one that another process goes on with.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with held_folder(folder, f"--data-dir must not be that of a run that goes on now, got {folder}; wait for its end"):
+        if (folder / _RUN).is_file():
+            diary = _read(folder, settings)
+        elif any(folder.iterdir()):
+            raise ConfigError(f"--data-dir must be a new or empty folder, or one of a run to go on with, got {folder}")
+        else:
+            diary = Diary(folder, settings, f"paceline-demo-{uuid.uuid4().hex[:8]}")
+            diary._write()
+        yield diary
+
+
+def _read(folder: Path, settings: dict[str, Any]) -> Diary:
+    try:
+        run = json.loads((folder / _RUN).read_text(encoding="utf-8"))
+        known, starts = dict(run["settings"]), [(float(before), float(began)) for before, began in run["starts"]]
+        diary = Diary(folder, settings, str(run["model_name"]), starts)
+    except (ValueError, KeyError, TypeError) as e:
+        raise ConfigError(
+            f"--data-dir must be the folder of a run, got {folder}, whose {_RUN} cannot be read: {e}"
+        ) from e
+    for name, value in settings.items():
+        if known.get(name) != value:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} must be that of the run in {folder}, {known.get(name)!r}, got {value!r}; give "
+                "--data-dir another folder for another run"
+            )
+    diary.answers, diary.failures = _lines(folder / _ANSWERS, Answer), _lines(folder / _FAILURES, str)
+    return diary
+
+
+def _lines(path: Path, kind: Any) -> list[Any]:
+    """The lines of a file, from which a last one is cut off that was not written to its end. Raises: ConfigError."""
+    if not path.is_file():
+        return []
+    raw = path.read_bytes()
+    whole = raw[: raw.rfind(b"\n") + 1]
+    if len(whole) < len(raw):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    out = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        try:
+            out.append(msgspec.json.decode(line, type=kind))
+        except msgspec.MsgspecError as e:
+            raise ConfigError(f"{path} line {number} must be as the run wrote it: {e}; remove the line") from e
+    return out

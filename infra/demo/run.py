@@ -6,22 +6,20 @@ import contextlib
 import datetime
 import itertools
 import logging
+import math
 import os
 import platform
 import queue
-import random
 import shutil
 import tempfile
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated as A
 from typing import Any, Protocol
 
-import httpx
 import msgspec
 import numpy as np
 from rich.console import Console
@@ -30,7 +28,6 @@ from rich.live import Live
 from paceline.bench.common.lossless import LosslessChecker, LosslessReport
 from paceline.bench.common.padded import TARGET_NAME, copy_drafter, pad_target
 from paceline.bench.common.result_file import write_json
-from paceline.bench.common.workloads import Prompt, asked_text, load_prompts, question_text, read_questions
 from paceline.config import (
     POLICIES,
     POLICY_HELP,
@@ -40,13 +37,16 @@ from paceline.config import (
     ServiceConfig,
     TraceConfig,
 )  # fmt: skip
-from paceline.errors import PacelineError
+from paceline.contracts import Decision
+from paceline.errors import ConfigError, PacelineError
 from paceline.infra.controller.snapshot import Snapshot
+from paceline.infra.controller.store import held_entries
 from paceline.infra.demo import report as demo_report
 from paceline.infra.demo import view as demo_view
 from paceline.infra.demo.client import MAX_TOKENS, DemoClient
 from paceline.infra.demo.day_report import day_dict, kind_table
-from paceline.infra.demo.diary import Diary
+from paceline.infra.demo.diary import Diary, open_diary
+from paceline.infra.demo.pools import NUM_KINDS, Pools, bucket_pools, fitting_pools, has_template, kind_pools
 from paceline.infra.demo.scenario import (
     DAY_GROUPS,
     GROUP_PATTERN,
@@ -59,17 +59,18 @@ from paceline.infra.demo.scenario import (
 )  # fmt: skip
 from paceline.infra.demo.stats import Answer, DemoStats, own_version_s
 from paceline.infra.service.stop_signals import StopSignals
-from paceline.paths import BUNDLED_TARGET, bundled, resolve_model
+from paceline.infra.service.stores import StorePaths, is_adaptive
+from paceline.infra.state.layout import DECISIONS
+from paceline.infra.state.log import LogFile
+from paceline.paths import resolve_model
 from paceline.records import DataFolder, Drafter, HtmlFile, JsonFile, Model, Setting, record, require
 
 log = logging.getLogger(__name__)
 
 START_S = 25.0
 """What Ray, Redis and a replica take to start on two cores, about."""
-NUM_KINDS = 8
-"""Kinds of text of a day, if the data has as many."""
-NUM_CHECKED = 200
-"""Greedy answers of another target than the bundled one that are checked: each takes it a second."""
+NUM_CHECKED_ANSWERS = 200
+"""Greedy answers of a target of other people's that are checked in fp32, which takes a second for each."""
 
 
 @record()
@@ -84,7 +85,7 @@ class DemoOptions:
     """
 
     minutes: A[
-        float, Setting("Minutes of traffic; start and closing checks add about one.", ge=0.2, le=600)
+        float, Setting("Minutes of traffic; start and closing checks add about one, of a real model some more.", ge=0.2, le=600)
     ] = 6.0  # fmt: skip
     replicas: A[int, Setting("Serving replicas.", ge=1)] = 1
     policy: A[str, Setting(POLICY_HELP, choices=POLICIES)] = "payoff"
@@ -93,12 +94,14 @@ class DemoOptions:
     scenario: A[
         str,
         Setting(
-            "shift: known -> unseen -> other unseen -> the first unseen traffic again; steady: known only; day: eight kinds of "
-            "text that come, go and return, to a service with its default settings.",
+            "shift: known -> unseen -> other unseen -> the first unseen traffic again; steady: known only; day: kinds of text that "
+            "come, go and return; give it an hour or more.",
             choices=("shift", "steady", "day"),
         ),
     ] = "shift"
-    kinds: A[tuple[str, ...], Setting("Kinds of text of a day; default: the eight of which --data has most.")] = ()
+    kinds: A[
+        tuple[str, ...], Setting(f"Kinds of text of a day; default: the {NUM_KINDS} of which --data has most.")
+    ] = ()
     trainer_price: A[
         float,
         Setting(
@@ -136,35 +139,20 @@ class DemoOptions:
 
     def __post_init__(self) -> None:
         require(not self.deltas or self.engine == "paceline", "--deltas must be 0 on another engine", self.deltas)
-        for name, value, usual in (
-            ("model", self.model, ("bundled",)),
-            ("scenario", self.scenario, ("shift", "steady")),
-        ):
-            require(
-                self.engine == "paceline" or value in usual, f"--{name} must be of {usual} on another engine", value
-            )
         require(not self.kinds or self.scenario == "day", "--kinds must be those of --scenario day", self.scenario)
 
     @property
     def num_clients(self) -> int:
         return self.concurrency or (4 if self.engine == "vllm" else 1)
 
-    def told(self) -> dict[str, Any]:
-        """What must be the same where a run goes on; one that lasts longer begins like a shorter one."""
-        names = (
-            "model",
-            "drafter",
-            "policy",
-            "scenario",
-            "kinds",
-            "trainer_price",
-            "deltas",
-            "concurrency",
-            "replicas",
-            "seed",
-        )
-        lasts = {} if self.scenario == "day" else {"minutes": self.minutes}
-        return {name: msgspec.to_builtins(getattr(self, name)) for name in names} | lasts
+    def settings(self) -> dict[str, Any]:
+        """What must be equal in all parts of a run, as JSON values; a longer day begins like a shorter one."""
+        names = ("model", "drafter", "policy", "scenario", "trainer_price", "deltas", "replicas", "seed")
+        more = {
+            "data": None if self.data is None else str(self.data.resolve()), "concurrency": self.num_clients,
+            "minutes": None if self.scenario == "day" else self.minutes,
+        }  # fmt: skip
+        return {name: getattr(self, name) for name in names} | {"kinds": list(self.kinds)} | more
 
 
 def _residual_s(options: DemoOptions) -> float:
@@ -186,57 +174,29 @@ def _phases(options: DemoOptions) -> tuple[Phase, ...]:
     return shifting_scenario(options.known, options.shifted, options.brief)
 
 
-def with_kinds(options: DemoOptions) -> DemoOptions:
-    """The options with the kinds of a day named. Raises: ConfigError."""
-    if options.scenario != "day":
-        return options
-    found = read_questions(options.data)
-    kinds = options.kinds or tuple(sorted(sorted(found), key=lambda kind: -len(found[kind]))[:NUM_KINDS])
-    for kind in kinds:
-        require(kind in found, f"--kinds must be of {', '.join(sorted(found))}", kind)
-    require(len(kinds) >= 2, "--kinds must be at least 2", kinds)
-    return replace(options, kinds=kinds)
+def pools_of(options: DemoOptions, tokenizer: Any = None) -> Pools:
+    """Bucket -> its prompts. Raises: ConfigError."""
+    if options.scenario == "day":
+        return kind_pools(options.kinds, options.data, tokenizer)
+    return bucket_pools(dict.fromkeys(b for p in _phases(options) for b in p.buckets), options.data, tokenizer)
 
 
-def prompts_of(
-    options: DemoOptions, tokenizer: Any = None, room: int | None = None
-) -> Callable[[str, int], list[Prompt]]:
-    """What a Traffic asks for prompts. tokenizer: of a target that is asked through its chat template. room: most tokens of one."""
-    if options.scenario != "day":
+def demo_config(options: DemoOptions) -> ServiceConfig:
+    """The service's configuration: one thread for serving and one for training; short decision epochs, except for a day.
 
-        def loaded(bucket: str, seed: int) -> list[Prompt]:
-            prompts = load_prompts(bucket, options.data, 240, seed=seed)
-            return prompts if tokenizer is None else [replace(p, text=asked_text(p.text, tokenizer)) for p in prompts]
-
-        return loaded
-    found = read_questions(options.data)
-    texts = {
-        kind: [Prompt(prompt_id=q.question_id, bucket=kind, text=question_text(q, tokenizer)) for q in found[kind]]
-        for kind in options.kinds
-    }
-    fitting = {
-        kind: [p for p in ps if room is None or len(tokenizer(p.text)["input_ids"]) <= room]
-        for kind, ps in texts.items()
-    }
-    for kind, prompts in fitting.items():
-        require(bool(prompts), f"--kinds must have texts of at most {room} tokens", kind)
-    return lambda kind, seed: random.Random(f"{seed}-{kind}").sample(fitting[kind], len(fitting[kind]))
-
-
-def demo_config(options: DemoOptions, data_dir: Path) -> ServiceConfig:
-    """The service's configuration: one thread for serving and one for training; but for a day, short decision epochs."""
-    base = ServeOptions(changes={} if options.model == "bundled" else {"model": options.model}).service()
-    engine = replace(base.engine, num_threads=1, max_running=16, max_class_deltas=options.deltas)
+    Raises: ConfigError for a day with a drafter that has nothing to train.
+    """
+    named = {"model": options.model} | ({} if options.drafter == "bundled" else {"drafter": options.drafter})
+    base = ServeOptions(changes=named).service()
+    if options.scenario == "day":
+        require(is_adaptive(base), "--drafter must be one with weights, which a day can train", base.drafter)
     config = replace(
         base,
-        drafter=base.drafter if options.drafter == "bundled" else options.drafter,
-        # its own keys, should PACELINE_REDIS_URL name a shared Redis
-        model_name=f"paceline-demo-{os.getpid() if options.data_dir is None else data_dir.name}",
+        model_name=f"paceline-demo-{os.getpid()}",  # its own keys, should PACELINE_REDIS_URL name a shared Redis
         num_replicas=options.replicas,
-        data_dir=str(data_dir),
         port=0,
         trainer_threads=1,
-        engine=engine,
+        engine=replace(base.engine, num_threads=1, max_running=16, max_class_deltas=options.deltas),
     )
     # the demo's client draws the groups
     policy = PolicyConfig(
@@ -276,32 +236,27 @@ class Schedule:
     """The phases and what is sent in each, by the time since the demo began. Thread-safe."""
 
     def __init__(
-        self, options: DemoOptions, prompts: Callable[[str, int], list[Prompt]] | None = None, diary: Diary | None = None
+        self, options: DemoOptions, pools: Pools, *, starts: Sequence[tuple[float, float]] = (),
+        sent: Mapping[str, Collection[int]] | None = None,
     ) -> None:  # fmt: skip
-        """diary: of a run that goes on."""
+        """starts: of all parts of the run, the last of which begins now; sent: places that were answered; see Diary."""
         self.phases = _phases(options)
         self.total_s = options.minutes * 60
         self.ends = list(itertools.accumulate(p.share * self.total_s for p in self.phases))
-        before_s = diary.elapsed_s() if diary is not None else 0.0
-        self.began = time.monotonic() - before_s
-        self._starts = [(before_s, time.time())]
-        if diary is not None:
-            self._starts = diary.begin(*self._starts[0])
-        buckets = tuple(dict.fromkeys(b for p in self.phases for b in p.buckets))
-        self._traffic = Traffic(
-            buckets, prompts or prompts_of(options), options.seed,
-            groups=DAY_GROUPS if options.scenario == "day" else GROUP_PATTERN,
-            sent=None if diary is None else Counter(a.bucket for a in diary.answers),
-        )  # fmt: skip
-        self._lock = threading.Lock()
+        self._starts = starts or [(0.0, time.time())]
+        self.began = time.monotonic() - self._starts[-1][0]
+        groups = DAY_GROUPS if options.scenario == "day" else GROUP_PATTERN
+        self._traffic, self._lock = Traffic(pools, options.seed, groups=groups, sent=sent), threading.Lock()
 
     def elapsed_s(self) -> float:
         return time.monotonic() - self.began
 
     def at(self, ts: float) -> float:
-        """Seconds since the demo began, without those between its parts, of a moment in seconds since the epoch."""
-        before_s, began = next((start for start in reversed(self._starts) if start[1] <= ts), self._starts[0])
-        return before_s + ts - began
+        """Seconds since the demo began of a moment in seconds since the epoch; all between two parts is the later one's begin."""
+        part = next((i for i, (_, began) in reversed([*enumerate(self._starts)]) if began <= ts), 0)
+        before_s, began = self._starts[part]
+        at_s = before_s + ts - began
+        return at_s if part + 1 == len(self._starts) else min(at_s, self._starts[part + 1][0])
 
     def current(self) -> Phase | None:
         """The phase of now, None after the last one."""
@@ -366,7 +321,7 @@ def drive(
                 signals.check()
                 with contextlib.suppress(queue.Empty):
                     stats.take(item := out.get(timeout=0.25))
-                    if diary is not None and isinstance(item, Answer):
+                    if diary is not None:
                         diary.note(item)
                 now = schedule.elapsed_s()
                 if now - polled >= 1.0:
@@ -387,15 +342,14 @@ def drive(
 
 def _check_lossless(stats: DemoStats, model: str, console: Console) -> LosslessReport:
     greedy = [(a.prompt_token_ids, a.output_token_ids) for a in stats.answers if a.temperature == 0]
-    target_dir = bundled(BUNDLED_TARGET)
     if model != "bundled":
-        target_dir, greedy = resolve_model(model), greedy[:: -(-len(greedy) // NUM_CHECKED) or 1]
+        greedy = greedy[:: max(1, math.ceil(len(greedy) / NUM_CHECKED_ANSWERS))]
     with console.status(f"checking {len(greedy)} greedy answers against the target in fp32"):
-        return LosslessChecker(target_dir).check(greedy)
+        return LosslessChecker(resolve_model(model)).check(greedy)
 
 
 def _result(
-    options: DemoOptions, stats: DemoStats, schedule: Schedule, state: Snapshot, lossless: LosslessReport
+    options: DemoOptions, drafter: str, stats: DemoStats, schedule: Schedule, state: Snapshot, lossless: LosslessReport
 ) -> dict:
     """The JSON document."""
     phases = []
@@ -412,7 +366,7 @@ def _result(
             "version": state.target_version,
         },
         "drafter": {
-            "name": options.drafter,
+            "name": drafter,
             "first_version": state.first_version,
             "class_versions": state.class_versions,
         },
@@ -446,7 +400,7 @@ def _result(
         },
         "feedback": plain(state.feedback),
         "failures": stats.failures[:20],
-    } | ({"day": day_dict(stats.answers, state.ledger.spent_s)} if options.scenario == "day" else {})
+    } | ({"day": day_dict(stats.answers, state)} if options.scenario == "day" else {})
 
 
 def run_demo(options: DemoOptions, console: Console) -> dict:
@@ -460,58 +414,59 @@ def run_demo(options: DemoOptions, console: Console) -> dict:
     from paceline.serving.loading.checkpoint import open_checkpoint
 
     if options.engine == "vllm":
-        return run_vllm_demo(options, demo_config(options, Path()), console)
-    options = with_kinds(options)
-    own_dir = options.data_dir is None
-    data_dir = Path(tempfile.mkdtemp(prefix="paceline-demo-")) if options.data_dir is None else options.data_dir
-    config = demo_config(options, data_dir)
-    diary = Diary.open(data_dir, options.told())
-    stats = DemoStats(answers=diary.answers)
-    service = None
-    # SIGTERM stops like Ctrl-C: processes and folders are cleaned up
-    with StopSignals() as signals:
+        return run_vllm_demo(options, demo_config(options), console)
+    config = demo_config(options)
+    drafter = config.drafter
+    with console.status("reading the prompts"):
+        tokenizer = open_checkpoint(resolve_model(options.model)).tokenizer()
+        pools, is_templated = pools_of(options, tokenizer), has_template(tokenizer)
+    settings, has_kinds = options.settings(), options.scenario == "day"
+    options = replace(options, kinds=tuple(pools) if has_kinds else ())
+    with (
+        contextlib.ExitStack() as stack,
+        StopSignals() as signals,
+    ):  # SIGTERM stops like Ctrl-C: what was begun is cleaned up
+        data_dir = options.data_dir
+        if data_dir is None:
+            data_dir = Path(tempfile.mkdtemp(prefix="paceline-demo-"))
+            stack.callback(shutil.rmtree, data_dir, ignore_errors=True)
+        diary = stack.enter_context(open_diary(data_dir, settings))
+        if diary.elapsed_s > options.minutes * 60:
+            raise ConfigError(f"--minutes must be {math.ceil(diary.elapsed_s / 60)} or more, got {options.minutes}; the run in {data_dir} came so far")  # fmt: skip
+        config = replace(config, data_dir=str(data_dir), model_name=diary.model_name)
+        stats, service = DemoStats(answers=[*diary.answers], failures=[*diary.failures]), None
         try:
             with console.status("starting Ray, Redis, the replica and the controller (about 30 s)"):
-                tokenizer = None
                 if options.model == "bundled":
-                    for name in ("target", "drafter"):  # of a run that goes on, or was killed while it wrote them
-                        shutil.rmtree(data_dir / name, ignore_errors=True)
-                    target = pad_target(data_dir / "target")
-                    drafter = copy_drafter(config.drafter, target, data_dir / "drafter")
-                    config = replace(config, model=str(target), drafter=drafter)
-                if options.model != "bundled" or options.scenario == "day":
-                    tokenizer = open_checkpoint(resolve_model(config.model)).tokenizer()
-                if options.scenario != "day":  # who serves a day does not know its end
-                    config = with_end(config, options, time.time() + START_S)
+                    config = _padded(config, data_dir)
+                if not has_kinds:  # who serves a day does not know its end
+                    config = with_end(config, options, time.time() + START_S - diary.elapsed_s)
                 service = run_service(config, check=signals.check)
             signals.check()
             url = service.url
-            (card,) = httpx.get(f"{url}/v1/models", timeout=60.0).json()["data"]
-            schedule = Schedule(options, prompts_of(options, tokenizer, card["max_model_len"] - MAX_TOKENS), diary)
-            drive(
-                lambda: DemoClient(url, config.model_name, schedule.began),
-                schedule,
-                options,
-                console,
-                stats,
-                signals,
-                diary,
-            )
-            client = DemoClient(url, config.model_name, time.monotonic())
+            monitor = DemoClient(url, config.model_name, time.monotonic())
+            room = monitor.context_tokens() - MAX_TOKENS
+            pools = fitting_pools(pools, tokenizer, room, adds_special_tokens=not is_templated)
+            diary.begin(time.time())
+            schedule = Schedule(options, pools, starts=diary.starts, sent=diary.places())
+
+            def client() -> DemoClient:
+                return DemoClient(url, config.model_name, schedule.began, adds_special_tokens=not is_templated)
+
+            drive(client, schedule, options, console, stats, signals, diary)
             with console.status("waiting for the last statistics"):
-                state = final_state(client, signals)
-            client.close()
+                state = final_state(monitor, signals)
+            monitor.close()
             if not stats.answers:
                 raise PacelineError(f"no request succeeded; the first failure was: {(stats.failures or ['none'])[0]}")
         finally:
             with console.status("stopping the service"):
                 if service is not None:
                     stop_service(service)
-                if own_dir:
-                    shutil.rmtree(data_dir, ignore_errors=True)
+        state = with_history(state, StorePaths.of(config).home)
     lossless = _check_lossless(stats, options.model, console)
-    result = _result(options, stats, schedule, state, lossless)
-    console.print(kind_table(result) if options.scenario == "day" else demo_report.result_table(result))
+    result = _result(options, drafter, stats, schedule, state, lossless)
+    console.print(kind_table(result) if has_kinds else demo_report.result_table(result))
     for line in demo_report.summary_lines(result):
         console.print(line, highlight=False)
     if options.json:
@@ -521,6 +476,30 @@ def run_demo(options: DemoOptions, console: Console) -> dict:
         demo_report.write_html(result, stats.answers, options.html)
         console.print(f"HTML report: {options.html}")
     return result
+
+
+def _padded(config: ServiceConfig, folder: Path) -> ServiceConfig:
+    """The configuration with the padded target and its drafter, which a run that goes on has in the folder."""
+    target, drafter = folder / "target", folder / "drafter"
+    if not (target / "config.json").is_file():
+        pad_target(target)
+    own = str(drafter) if (drafter / "config.json").is_file() else copy_drafter(config.drafter, target, drafter)
+    return replace(config, model=str(target), drafter=own)
+
+
+def with_history(state: Snapshot, home: Path) -> Snapshot:
+    """The snapshot with all decisions and ledger entries up to its own last ones, of which it has the latest: from the log."""
+    lines, decisions = list(LogFile(home / DECISIONS).newest_first()), {d.decision_id: d for d in state.decisions}
+    newest = max(decisions, default=-1)
+    for line in lines:
+        if line["kind"] == "decision" and line["decision_id"] <= newest:
+            decisions.setdefault(line["decision_id"], msgspec.convert(line, Decision))
+    entries, ids = list(state.ledger_entries), {e.entry_id for e in state.ledger_entries}
+    if entries:
+        number = next((line["number"] for line in lines if line.get("entry_id") == entries[-1].entry_id), 0)
+        older = [e for e in held_entries(lines, number, number) if e.entry_id not in ids]
+        entries = [*reversed(older), *entries]
+    return msgspec.structs.replace(state, decisions=[decisions[i] for i in sorted(decisions)], ledger_entries=entries)
 
 
 def final_state(client: Client, signals: StopSignals, timeout_s: float = 20.0) -> Snapshot:

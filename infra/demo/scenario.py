@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import random
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from paceline.bench.common.workloads import Prompt
@@ -13,7 +13,7 @@ from paceline.contracts import Group
 # Four of six requests are adaptive; the other two measure what they are compared with, under the same conditions.
 GROUP_PATTERN = (Group.ADAPTIVE, Group.STATIC, Group.ADAPTIVE, Group.ADAPTIVE, Group.PLAIN, Group.ADAPTIVE)
 DAY_GROUPS = (*4 * (Group.ADAPTIVE,), Group.STATIC, *4 * (Group.ADAPTIVE,), Group.PLAIN)
-"""Of a day: a hold-back as small as a service's own, and as many without drafts."""
+"""The pattern of a day: a hold-back as small as a service's own, and as many requests without drafts."""
 DAY_MINUTES = (3.0, 5.0, 7.0)
 """A day's phases have these lengths by turns."""
 GREEDY_EVERY = 3
@@ -39,7 +39,8 @@ class Phase:
 class PlannedRequest:
     """One request of the demo."""
 
-    index: int
+    place: int
+    """Of its bucket's requests: 0, 1, 2, ..."""
     prompt: Prompt
     temperature: float
     group: Group
@@ -62,8 +63,8 @@ def steady_scenario(known: tuple[str, ...]) -> tuple[Phase, ...]:
 
 
 def day_scenario(kinds: tuple[str, ...], minutes: float, seed: int) -> tuple[Phase, ...]:
-    """Kinds that come, go and return: each once in every round of all, in another order. A phase has two, of which one was there
-    before and one stays. A longer day begins like a shorter one."""
+    """Kinds that come, go and return: each comes once before one comes again, in another order every time. A phase has two, and the
+    second one goes on into the next phase. A longer day begins like a shorter one."""
     rng, order, phases, left = random.Random(seed), [], [], minutes
     while left > 0:
         while len(order) < 2:
@@ -72,7 +73,7 @@ def day_scenario(kinds: tuple[str, ...], minutes: float, seed: int) -> tuple[Pha
                 turn.append(turn.pop(0))
             order += turn
         length = min(DAY_MINUTES[len(phases) % len(DAY_MINUTES)], left)
-        phases.append(Phase(name=str(len(phases) + 1), buckets=tuple(dict.fromkeys(order[:2])), share=length / minutes))
+        phases.append(Phase(name=str(len(phases) + 1), buckets=tuple(order[:2]), share=length / minutes))
         del order[0]
         left -= length
     return tuple(phases)
@@ -81,41 +82,44 @@ def day_scenario(kinds: tuple[str, ...], minutes: float, seed: int) -> tuple[Pha
 class Traffic:
     """Endless seeded requests of a phase; prompts go round without repeating until a bucket is used up.
 
-    What is asked at a place of a bucket, and how it is drawn, is the same whatever was asked of other buckets meanwhile.
+    A bucket's requests have places 0, 1, 2, ...; prompt, group, temperature and seed follow from bucket and place, whatever was
+    asked of other buckets meanwhile.
     """
 
     def __init__(
-        self, buckets: tuple[str, ...], prompts: Callable[[str, int], list[Prompt]], seed: int, *,
-        groups: tuple[Group, ...] = GROUP_PATTERN, sent: Mapping[str, int] | None = None,
+        self, pools: Mapping[str, Sequence[Prompt]], seed: int, *, groups: tuple[Group, ...] = GROUP_PATTERN,
+        sent: Mapping[str, Collection[int]] | None = None,
     ) -> None:  # fmt: skip
-        """prompts: the prompts of a bucket in an order that belongs to a seed. sent: of each bucket, how many were sent before."""
-        self._streams = {b: self._stream(b, prompts, seed) for b in buckets}
-        self._seed, self._groups = seed, groups
-        self._sent = Counter(sent)
-        self._index = sum(self._sent.values())
-        for bucket in buckets:
-            for _ in range(self._sent[bucket]):
-                next(self._streams[bucket])
-
-    @staticmethod
-    def _stream(bucket: str, prompts: Callable[[str, int], list[Prompt]], seed: int) -> Iterator[Prompt]:
-        turn = 0
-        while True:
-            yield from prompts(bucket, seed + turn)
-            turn += 1
+        """pools: the prompts of each bucket. sent: places of each that were answered before, and are not asked again."""
+        self._pools, self._seed, self._groups = pools, seed, groups
+        self._places = {b: itertools.filterfalse(frozenset((sent or {}).get(b, ())).__contains__, itertools.count()) for b in pools}  # fmt: skip
+        self._turns: dict[str, tuple[int, list[Prompt]]] = {}
+        """Bucket -> how often its prompts have gone round, and their order this time."""
+        self._last: tuple[str, int] | None = None
 
     def next(self, phase: Phase) -> PlannedRequest:
-        """Return the next request: of one bucket for a whole pattern of groups, and of one temperature, so that groups compare
-        alike."""
-        i, pattern = self._index, self._groups
-        bucket = phase.buckets[(i // len(pattern)) % len(phase.buckets)]
-        at = self._sent[bucket]
-        self._index, self._sent[bucket] = i + 1, at + 1
-        is_greedy = (at // len(pattern)) % GREEDY_EVERY == 0
+        """Return the next request: a bucket has a whole pattern of groups, all of one temperature, before the next one is asked, so
+        that groups compare alike."""
+        bucket, pattern = phase.buckets[0], self._groups
+        if self._last is not None and self._last[0] in phase.buckets:
+            bucket = self._last[0]
+            if (self._last[1] + 1) % len(pattern) == 0:
+                bucket = phase.buckets[(phase.buckets.index(bucket) + 1) % len(phase.buckets)]
+        place = next(self._places[bucket])
+        self._last = (bucket, place)
+        is_greedy = (place // len(pattern)) % GREEDY_EVERY == 0
         return PlannedRequest(
-            index=i,
-            prompt=next(self._streams[bucket]),
+            place=place,
+            prompt=self._prompt(bucket, place),
             temperature=0.0 if is_greedy else SAMPLED_TEMPERATURE,
-            group=pattern[at % len(pattern)],
-            seed=random.Random(f"{self._seed}-{bucket}-{at}").randrange(2**31),
+            group=pattern[place % len(pattern)],
+            seed=random.Random(f"{self._seed}-{bucket}-{place}").randrange(2**31),
         )
+
+    def _prompt(self, bucket: str, place: int) -> Prompt:
+        turn, at = divmod(place, len(self._pools[bucket]))
+        known, order = self._turns.get(bucket, (-1, []))
+        if known != turn:
+            order = random.Random(f"{self._seed + turn}-{bucket}").sample(self._pools[bucket], len(self._pools[bucket]))
+            self._turns[bucket] = (turn, order)
+        return order[at]

@@ -16,6 +16,8 @@ class Answer:
     """One finished request as the client saw it."""
 
     phase: str
+    place: int
+    """Of its bucket's requests: 0, 1, 2, ..."""
     bucket: str
     """What kind of text the client asked for; the service is not told."""
     traffic_class: str

@@ -74,15 +74,17 @@ class VllmClient:
             },
         )  # fmt: skip
         if response.status_code != 200:
-            raise PacelineError(f"request {plan.index} got HTTP {response.status_code}: {response.text[:200]}")
+            raise PacelineError(
+                f"request {plan.place} of {plan.prompt.bucket} got HTTP {response.status_code}: {response.text[:200]}"
+            )
         body = response.json()
         (choice,) = body["choices"]
         if choice["finish_reason"] not in ("stop", "length"):
-            raise PacelineError(f"request {plan.index} ended with {choice['finish_reason']}")
+            raise PacelineError(f"request {plan.place} of {plan.prompt.bucket} ended with {choice['finish_reason']}")
         drafts = (body.get("metrics") or {}).get("speculative_decoding") or {}
         accepted = drafts.get("per_step_accepted") or []
         return Answer(
-            phase=phase, bucket=plan.prompt.bucket, traffic_class=plan.prompt.bucket, group=group, temperature=plan.temperature,
+            phase=phase, place=plan.place, bucket=plan.prompt.bucket, traffic_class=plan.prompt.bucket, group=group, temperature=plan.temperature,
             num_tokens=body["usage"]["completion_tokens"], num_rounds=len(accepted), num_accepted_tokens=sum(accepted),
             device_s=0.0, latency_s=time.monotonic() - start, ended=time.monotonic() - self._began, drafter_version="",
             prompt_token_ids=tuple(choice["prompt_token_ids"]), output_token_ids=tuple(choice["token_ids"]),
@@ -100,8 +102,12 @@ class VllmClient:
 def check_options(options: DemoOptions) -> Path:
     """The interpreter of the environment that has vLLM. Raises: ConfigError where there is none, or for what only our own
     engine's demo has."""
-    if options.html is not None or options.replicas != 1:
-        raise ConfigError("engine vllm writes no --html, and has one replica; use --json, and leave --replicas out")
+    if options.html is not None or options.replicas != 1 or options.data_dir is not None:
+        raise ConfigError(
+            "engine vllm writes no --html, has one replica and goes on nowhere; use --json, and leave --replicas and --data-dir out"
+        )
+    if options.model != "bundled" or options.scenario == "day":
+        raise ConfigError("engine vllm has --model bundled and no --scenario day; leave --engine out for these")
     python = options.vllm_python or Path(".venv-vllm/bin/python")
     if not os.access(python, os.X_OK):
         raise ConfigError(
@@ -119,10 +125,10 @@ def run_vllm_demo(options: DemoOptions, config: ServiceConfig, console: Console)
     import ray
 
     from paceline.infra.app import http_options, start_ray
-    from paceline.infra.demo.run import Schedule, drive, final_state, with_end
+    from paceline.infra.demo.run import Schedule, drive, final_state, pools_of, with_end
 
-    python, own_dir = check_options(options), options.data_dir is None
-    folder = Path(tempfile.mkdtemp(prefix="paceline-demo-")) if options.data_dir is None else options.data_dir
+    python = check_options(options)
+    folder = Path(tempfile.mkdtemp(prefix="paceline-demo-"))
     target, stats = resolve_model(config.model), DemoStats()
     drafter = "eagle3" if config.drafter == "bundled" else config.drafter  # vLLM has no network for SpecBlock
     policy = replace(config.policy, min_rows=MIN_ROWS, bank_s=BANK_S)
@@ -160,7 +166,7 @@ def run_vllm_demo(options: DemoOptions, config: ServiceConfig, console: Console)
                 config = with_end(config, options, time.time())
                 attached = Attached(config, first, facts, http_options(config))
                 _wait_for_drafter(vllm.url, first.version, signals)
-            schedule = Schedule(options)
+            schedule = Schedule(options, pools_of(options))
             state_url, url = f"http://127.0.0.1:{config.port}", vllm.url
 
             def client() -> VllmClient:
@@ -184,8 +190,7 @@ def run_vllm_demo(options: DemoOptions, config: ServiceConfig, console: Console)
                     ray.shutdown()
                 if redis is not None:
                     redis.stop()
-                if own_dir:
-                    shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
     greedy = [(a.prompt_token_ids, a.output_token_ids) for a in stats.answers if a.temperature == 0]
     with console.status(f"checking {len(greedy)} greedy answers against the target in fp32"):
         lossless = LosslessChecker(target).check(greedy)

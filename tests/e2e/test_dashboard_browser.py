@@ -21,7 +21,7 @@ from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.config import EngineConfig, PolicyConfig, RolloutConfig, ServiceConfig, TraceConfig
 from paceline.infra.app import Service, run_service, stop_service
 from paceline.infra.demo.client import DemoClient
-from paceline.infra.demo.run import DemoOptions, prompts_of
+from paceline.infra.demo.pools import bucket_pools
 from paceline.infra.demo.scenario import Phase, Traffic
 from paceline.infra.service.stores import StorePaths
 from paceline.paths import resolve_drafter, resolve_model
@@ -66,7 +66,7 @@ class Place:
 
     def traffic(self, stop: threading.Event) -> None:
         """One closed-loop client; known traffic for a while, then unseen."""
-        began, traffic = time.monotonic(), Traffic(("tools", "math"), prompts_of(DemoOptions()), 0)
+        began, traffic = time.monotonic(), Traffic(bucket_pools(("tools", "math"), None), 0)
         clients = {bucket: DemoClient(self.url, "paceline", began, bucket) for bucket in ("tools", "math")}
         try:
             while not stop.wait(0.0 if SCREENSHOTS else 0.1):
