@@ -81,6 +81,9 @@ class TrainingFamily:
     """The loss settings with what the recipe's own fields say of them."""
     follow_rounds: Callable[[Any, Sequence[Sequence[int]], int], Any] = lambda loss, rounds, num_slots: loss
     """Loss settings from a validation on, given num_accepted_tokens of each text's replayed rounds, and S."""
+    follow_reach: Callable[[Any, Sequence[float]], Any] = lambda loss, reach: loss
+    """Loss settings of an online update from a step on, given the share of rows that reach each slot 1..S of the first block: those
+    whose slots before it are all right."""
     refused: tuple[str, ...] = ("edge_rank", "objective", "slot_decay")
     """Fields of the recipe that must stay None or False, because the family has no such thing."""
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)

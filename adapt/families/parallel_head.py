@@ -62,17 +62,20 @@ def draw_anchors(
 
 
 def anchored_forward(
-    model: ParallelHeadModel, batch: RowBatch, embed: torch.Tensor, anchors: torch.Tensor
+    model: ParallelHeadModel, batch: RowBatch, embed: torch.Tensor, anchors: torch.Tensor, num_slots: int | None = None
 ) -> torch.Tensor:
-    """Hidden states of the draft slots of every anchor, before the final norm: (B, A, S, H).
+    """Hidden states of the first draft slots of every anchor, before the final norm: (B, A, num_slots, H).
 
     Args:
         embed: (V, H), the target's token embedding.
         anchors: (B, A) int64 token positions, each at least 1.
+        num_slots: None = S. Causal blocks are no longer than that: no row sees one behind it.
     """
     c = model.config
     b, t = batch.features.shape[:2]
-    rows = c.num_rows
+    num_slots = c.num_slots if num_slots is None else num_slots
+    first = c.num_rows - c.num_slots
+    rows = first + num_slots if c.is_causal else c.num_rows
     device = anchors.device
     g = model.fuse(batch.features.to(model.cond_proj.weight.dtype))  # (B, T, H)
     context_angles = rope_cos_sin(torch.arange(t, device=device), c.head_dim, c.rope_theta, c.rope_scaling)
@@ -80,7 +83,7 @@ def anchored_forward(
     block_angles = rope_cos_sin(
         anchors[..., None] + steps, c.head_dim, c.rope_theta, c.rope_scaling
     )  # (B, A, N, Dh / 2)
-    x = model.block_rows(batch.token_ids.gather(1, anchors), embed).to(g.dtype)
+    x = model.block_rows(batch.token_ids.gather(1, anchors), embed)[..., :rows, :].to(g.dtype)
     is_past = torch.arange(t, device=device) < anchors[..., None]  # (B, A, T)
     own = block_visibility(rows, c.is_causal, device)
     seen = torch.cat(
@@ -100,7 +103,7 @@ def anchored_forward(
         out = torch.einsum("bhgant,bthd->banhgd", weights[..., :t], context_v)
         out = out + torch.einsum("bhganm,bamhd->banhgd", weights[..., t:], v)
         x = layer.finish(x, out.flatten(3))
-    return x[:, :, -c.num_slots :]
+    return x[:, :, first : first + num_slots]
 
 
 _MAX_LOGITS = 2**26
@@ -123,6 +126,8 @@ class ParallelLossConfig:
     """Of the slots, from the newest replay; None: none yet, `decay_share` says."""
     num_anchors: A[int | None, Setting(ge=1)] = 16
     """Anchors drawn per request and batch; None = every supervised position."""
+    num_learned_slots: int | None = None
+    """Slots that learn, the first ones; None = all."""
     edge_share: float = 0.5
     """Share of rows whose logits are corrected by the previous token; only with an edge correction."""
     calibration_weight: float = 0.1
@@ -248,11 +253,12 @@ def parallel_training_loss(
     Returns the loss and {"rows": anchors, "loss", "correct1" (histogram over 0..S of leading slots whose best token is
     the text's), "rows1", "nll1" (cross-entropy of the first slot with the text, summed)}.
     """
-    s = model.config.num_slots
+    num_slots = model.config.num_slots
+    s = num_slots if config.num_learned_slots is None else config.num_learned_slots
     head = tables.head_of(model)
     anchors, is_real = draw_anchors(batch.is_output, config.num_anchors, generator)
     with torch.set_grad_enabled(torch.is_grad_enabled() and trains_backbone):
-        hidden = anchored_forward(model, batch, tables.embed, anchors)
+        hidden = anchored_forward(model, batch, tables.embed, anchors, s)
     last = batch.token_ids.shape[1] - 1
     at = anchors[..., None] + 1 + torch.arange(s, device=anchors.device)  # (B, A, S) positions that the slots predict
     inside = at.clamp_max(last)
@@ -294,7 +300,7 @@ def parallel_training_loss(
         else:
             out.append(_row_losses(*args))
     loss, calibration, first_nll, best = (torch.cat(parts) for parts in zip(*out, strict=True))
-    weights = slot_weights(config, s).to(slots.device)[slots]
+    weights = slot_weights(config, num_slots).to(slots.device)[slots]
     total = (loss * weights).sum() / (weights * rows.is_taught).sum().clamp_min(1e-9)
     side_weights = weights[rows.is_side]
     total = total + config.calibration_weight * (calibration * side_weights).sum() / side_weights.sum().clamp_min(1e-9)
@@ -305,7 +311,7 @@ def parallel_training_loss(
     report = {
         "rows": num_anchors,
         "loss": total.detach(),
-        "correct1": torch.bincount(correct, minlength=s + 1).float(),
+        "correct1": torch.bincount(correct, minlength=num_slots + 1).float(),
         "rows1": num_anchors,
         "nll1": first_nll.sum(),
     }
@@ -313,7 +319,20 @@ def parallel_training_loss(
 
 
 def held_out_loss(config: ParallelLossConfig) -> ParallelLossConfig:
-    return dataclasses.replace(config, num_anchors=None, edge_share=1.0, calibration_weight=0.0)
+    return dataclasses.replace(config, num_anchors=None, num_learned_slots=None, edge_share=1.0, calibration_weight=0.0)
+
+
+MIN_REACH = 0.1
+"""Share of the anchors from which a slot learns online: those whose slots before it are all right."""
+
+
+def follow_reach(config: ParallelLossConfig, reach: Sequence[float]) -> ParallelLossConfig:
+    """The settings with the slots that are reached often enough, the first two among them: the edge correction learns behind the first.
+
+    reach: of slots 1..S, the share of anchors whose slots before it were all right; 0 behind the slots that learned.
+    """
+    num = next((s for s, share in enumerate(reach) if share < MIN_REACH), len(reach))
+    return dataclasses.replace(config, num_learned_slots=min(max(2, num), len(reach)))
 
 
 def _family(serving: DrafterFamily) -> TrainingFamily:
@@ -346,6 +365,7 @@ def _family(serving: DrafterFamily) -> TrainingFamily:
         arms={"calibration": ("log_beta",), "head": ("log_beta", "final_norm", "edge_"), "full": None},
         choose_loss=choose_loss,
         follow_rounds=follow_rounds,
+        follow_reach=follow_reach,
         refused=("shares_head",),
     )
 

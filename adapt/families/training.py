@@ -16,6 +16,7 @@ import torch
 
 from paceline.adapt.families import eagle3, parallel_head, specblock
 from paceline.adapt.families.family import TrainingFamily
+from paceline.adapt.families.recipe import has_native_bf16
 from paceline.adapt.families.row_batch import collate
 from paceline.adapt.families.target_handle import TargetTables
 from paceline.errors import ConfigError, DrafterMismatchError
@@ -32,6 +33,11 @@ def training_family(name: str) -> TrainingFamily:
     if name not in FAMILIES:
         raise ConfigError(f"drafter must be one of {', '.join(FAMILIES)}, got {name!r}")
     return FAMILIES[name]
+
+
+def wants_autocast(hidden_size: int, device: torch.device) -> bool:
+    """Whether a drafter learns faster in bfloat16: where the hardware computes it, and on a CPU if it is wide enough to gain."""
+    return has_native_bf16(device) and (hidden_size >= 512 or device.type != "cpu")
 
 
 def warmup_cosine(rise: float, fall: float, final_share: float = 0.0) -> float:
@@ -54,6 +60,8 @@ class StepReport:
     """Supervised rows."""
     grad_norm: float
     learning_rate: float
+    reached: tuple[float, ...]
+    """Rows whose slots of the first block before slot 1, 2, ..., S, S + 1 are all right."""
 
 
 class TrainingRun:
@@ -136,7 +144,15 @@ class TrainingRun:
         self.optimizer.step()
         self.step += 1
         rows = max(1.0, float(report["rows"]))
-        return StepReport(loss=value, nll=float(report["nll1"]) / rows, rows=rows, grad_norm=norm, learning_rate=rate)
+        reached = report["correct1"].flip(0).cumsum(0).flip(0).tolist()
+        return StepReport(
+            loss=value,
+            nll=float(report["nll1"]) / rows,
+            rows=rows,
+            grad_norm=norm,
+            learning_rate=rate,
+            reached=tuple(reached),
+        )
 
     def _autocast(self) -> AbstractContextManager:
         return torch.autocast(self._device.type, torch.bfloat16) if self._is_autocast else nullcontext()

@@ -17,7 +17,7 @@ import torch
 from paceline.adapt.data.learning_text import count_rows, request_digest
 from paceline.adapt.families.low_rank import add_factors
 from paceline.adapt.families.target_handle import TargetTables
-from paceline.adapt.families.training import StepReport, TrainingRun, training_family
+from paceline.adapt.families.training import StepReport, TrainingRun, training_family, wants_autocast
 from paceline.adapt.gate.gate import Evidence
 from paceline.bootstrap import UNSCORED_REQUESTS
 from paceline.contracts import ArmSpec
@@ -104,7 +104,10 @@ class Learner:
             beta_factor=_BETA_FACTOR,
             max_rows=MAX_TRACE_ROWS,
             trains_backbone=trains_backbone,
+            is_autocast=wants_autocast(model.config.hidden_size, tables.embed.device),
         )
+        self._reached: list[float] = []
+        """Decaying sums of `StepReport.reached`, of the newest steps."""
         self._seed, self._base_step = seed, 0
         self._trained = {name: model.get_parameter(name) for name in names}
         self._mean = {name: p.detach().clone() for name, p in self._trained.items()}
@@ -151,6 +154,7 @@ class Learner:
         generator = torch.Generator().manual_seed((self._seed * 1_000_003 + step) % 2**63)
         self.model.train()
         report = self._run.train_batch([trace], rate, generator)
+        self._follow(report.reached)
         share = 1.0 / min(step + 1, AVERAGED_STEPS)
         with torch.no_grad():
             for name, p in self._trained.items():
@@ -160,6 +164,18 @@ class Learner:
         self.num_rehearsed_rows += rows if is_rehearsal else 0
         self.nll = report.nll
         return report
+
+    def _follow(self, reached: Sequence[float]) -> None:
+        """Have the next steps learn the slots that rows reach: a step costs less, and what it brings hangs on these."""
+        kept = 1.0 - 1.0 / AVERAGED_STEPS
+        before = self._reached if len(self._reached) == len(reached) else [0.0] * len(reached)
+        self._set_reached([kept * old + new for old, new in zip(before, reached, strict=True)])
+
+    def _set_reached(self, sums: list[float]) -> None:
+        self._reached = sums
+        if sums and sums[0] > 0:
+            reach = [x / sums[0] for x in sums[:-1]]
+            self._run.loss = self._run.family.follow_reach(self._run.loss, reach)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """What would serve: all weights, the trained ones as the mean of the newest steps; shared, where they are not a
@@ -189,6 +205,7 @@ class Learner:
             "num_rows": self.num_rows,
             "num_rehearsed_rows": self.num_rehearsed_rows,
             "nll": self.nll,
+            "reached": self._reached,
             "evidence": msgspec.to_builtins(self.evidence),
         }
         return tensors, record
@@ -220,6 +237,7 @@ class Learner:
             self._base_step = int(record.get("base_step", 0))
             self.num_rows, self.num_rehearsed_rows = int(record["num_rows"]), int(record["num_rehearsed_rows"])
             self.nll, self.evidence = float(record["nll"]), evidence
+            self._set_reached([float(x) for x in record.get("reached", ())])
             self.seen = dict.fromkeys(tensors["seen"].tolist())
         except (KeyError, ValueError, TypeError, msgspec.ValidationError) as e:
             raise DrafterMismatchError(f"learner state must be of the same drafter and arm: {e}") from e

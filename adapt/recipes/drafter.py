@@ -21,10 +21,10 @@ from paceline.adapt.data import corpus
 from paceline.adapt.data.regenerate import RegenerateConfig, folder_documents, read_state, regenerate
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.families.family import summarise
-from paceline.adapt.families.recipe import DrafterRecipe, has_native_bf16, target_shape
+from paceline.adapt.families.recipe import DrafterRecipe, target_shape
 from paceline.adapt.families.row_batch import collate
 from paceline.adapt.families.target_handle import TargetHandle, TargetTables, load_target_handle
-from paceline.adapt.families.training import StepReport, TrainingRun, training_family, warmup_cosine
+from paceline.adapt.families.training import StepReport, TrainingRun, training_family, wants_autocast, warmup_cosine
 from paceline.adapt.gate.shadow import fixed_rounds, replay_rounds
 from paceline.adapt.recipes.checkpoint import CHECKPOINT_FILE, load_checkpoint, own_folder, save_checkpoint
 from paceline.adapt.recipes.learning_curve import CURVE_FILE, LearningCurve
@@ -289,7 +289,9 @@ def _train(
         beta_factor=_BETA_FACTOR,
         weight_decay=recipe.weight_decay,
         max_rows=recipe.max_rows,
-        is_autocast=_wants_autocast(model, recipe, torch.device(device)),
+        is_autocast=wants_autocast(model.config.hidden_size, torch.device(device))
+        if recipe.autocast is None
+        else recipe.autocast,
     )
     done = _Progress(run, len(plan))
     validation, held_out = validation_split(_read(folder / "held_out"), recipe.validation_tokens)
@@ -348,12 +350,6 @@ def requests_like(kept: Sequence[RequestTrace], traces: Sequence[RequestTrace], 
     ends = {t.token_ids[t.prompt_len - 1] for t in kept}
     alike = [t for t in traces if t.bucket == domain and t.token_ids[t.prompt_len - 1] in ends]
     return alike[:: max(1, len(alike) // len(kept))]  # requests of one batch have prompts of one length
-
-
-def _wants_autocast(model: DrafterModel, recipe: DrafterRecipe, device: torch.device) -> bool:
-    if recipe.autocast is not None:
-        return recipe.autocast
-    return has_native_bf16(device) and (model.config.hidden_size >= 512 or device.type != "cpu")
 
 
 def _write_drafter(

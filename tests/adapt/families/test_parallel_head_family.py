@@ -61,6 +61,29 @@ def test_an_arm_changes_its_own_parameters_only(name, parameters, trained):
 
 
 @KINDS
+def test_a_learner_learns_the_slots_that_are_reached_and_goes_on_with_them(name):
+    text = [learnable_trace(f"t{i}") for i in range(200)]
+    arm = ArmSpec(name="a", parameters="full", num_rows=1000, learning_rate=2e-3)
+
+    def learner(seed):
+        return Learner(make_model(name, edge_rank=0), TargetTables.of(TARGET, CPU), arm, seed=seed)
+
+    whole, half, again = learner(1), learner(1), learner(9)
+    slots = []
+    for trace in text:
+        whole.learn(trace)
+        slots.append(whole._run.loss.num_learned_slots)
+    assert slots[0] == 2 and slots[-1] == 4, (
+        "a fresh one is right nowhere; the text can be learned"
+    )
+    learn_all(half, text[:90], [])
+    again.restore(*half.state())
+    learn_all(again, text[90:], [])
+    assert all(torch.equal(a, b) for a, b in zip(whole.snapshot().values(), again.snapshot().values(), strict=True))
+    assert again._run.loss == whole._run.loss
+
+
+@KINDS
 def test_a_training_order_improves_a_drafter_and_registers_it(tmp_path, name):
     store, registry = TraceStore(tmp_path / "traces"), DrafterRegistry(tmp_path / "registry")
     shards = [store.write_shard([learnable_trace(f"m{i}") for i in range(160)], "math")]

@@ -1,5 +1,6 @@
 """The packed training step of a parallel head against a loop over anchors and slots."""
 
+import dataclasses
 import math
 
 import pytest
@@ -11,7 +12,9 @@ from paceline.adapt.families.parallel_head import (
     ParallelLossConfig,
     anchored_forward,
     draw_anchors,
+    follow_reach,
     follow_rounds,
+    held_out_loss,
     parallel_training_loss,
     slot_values,
     slot_weights,
@@ -305,3 +308,42 @@ def test_a_tiny_head_learns_a_regular_text(is_causal, edge_rank):
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.5 * losses[0]
     assert float(report["correct1"][1:].sum() / report["rows"]) > 0.8
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_the_first_slots_alone_are_what_they_are_among_all(is_causal, num):
+    """Hidden states and, of a causal block, gradients: no row of it sees one behind it."""
+    model, traces = tiny_head(is_causal, edge_rank=3), [logged_text(0, 24, 4), logged_text(1, 20, 5)]
+    batch, anchors = collate(traces), torch.tensor([[8, 12], [9, 11]])
+    whole, first = (anchored_forward(model, batch, EMBED, anchors, n) for n in (None, num))
+    assert whole.shape[2] == 4 and first.shape[2] == num
+    torch.testing.assert_close(first, whole[:, :, :num])
+    config = ParallelLossConfig(num_anchors=None, calibration_weight=0.0, edge_share=1.0)
+    values = tuple(1.0 if s < num else 0.0 for s in range(4))  # those behind weigh nothing
+    losses, grads = [], []
+    for one in (
+        dataclasses.replace(config, values=values),
+        dataclasses.replace(config, values=values, num_learned_slots=num),
+    ):
+        loss, report = parallel_training_loss(model, batch, TABLES, one, generator())
+        model.zero_grad()
+        loss.backward()
+        losses.append(loss.detach())
+        grads.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        assert len(report["correct1"]) == 5 and report["correct1"].sum() == report["rows"]
+    assert report["correct1"][num + 1 :].sum() == 0
+    torch.testing.assert_close(losses[1], losses[0])
+    for name, grad in grads[1].items():
+        torch.testing.assert_close(grad, grads[0][name], msg=name)
+
+
+def test_slots_learn_online_that_one_anchor_in_ten_reaches():
+    config, reached = ParallelLossConfig(), [1.0, 0.4, 0.1, 0.09, 0.02, 0.0]
+    assert follow_reach(config, reached).num_learned_slots == 3
+    assert follow_reach(config, [1.0] * 6).num_learned_slots == 6
+    assert follow_reach(config, [1.0, 0.0, 0.0]).num_learned_slots == 2, "the edge correction learns behind the first"
+    assert follow_reach(config, [1.0]).num_learned_slots == 1
+    wide = follow_reach(follow_reach(config, reached), [1.0, 0.5, 0.3, 0.2, 0.0, 0.0])
+    assert wide.num_learned_slots == 4, "one more as soon as the last of those that learned is right often enough"
+    assert held_out_loss(wide).num_learned_slots is None
