@@ -13,13 +13,14 @@ heads, Dh head dim, V target vocabulary, Vd draft vocabulary, k logged log-probs
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from paceline.adapt.families.family import TrainingFamily
+from paceline.adapt.families.family import TrainingFamily, num_reached
 from paceline.adapt.families.recipe import DrafterRecipe, TargetShape
 from paceline.adapt.families.row_batch import (
     RowBatch,
@@ -98,8 +99,8 @@ def training_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss of one batch (mean per supervised row) and detached sums for reporting.
 
-    Returns the loss and {"rows", "loss", "nll1", "correct1" (histogram over 0..num_steps of how many tokens in a row the
-    greedy chain gets right)}; see TrainingLoss for the arguments.
+    Returns the loss and {"rows", "loss", "nll1", "correct1" (histogram over 0..num_steps of the drafter of how many tokens in a row
+    the greedy chain gets right)}; see TrainingLoss for the arguments.
     """
     c, last = model.config, batch.token_ids.shape[1] - 1
     request, row = batch.is_output[:, 2:].nonzero(as_tuple=True)
@@ -146,7 +147,7 @@ def training_loss(
         "rows": torch.tensor(float(row.numel())),
         "loss": total.detach(),
         "nll1": first_nll,
-        "correct1": torch.bincount(correct, minlength=config.num_steps + 1).float(),
+        "correct1": torch.bincount(correct, minlength=max(c.num_steps, config.num_steps) + 1).float(),
     }
     return total, report
 
@@ -194,6 +195,10 @@ def update_loss(model: EagleModel, trains_backbone: bool) -> EagleLossConfig:
     return EagleLossConfig(num_steps=model.config.num_steps, side_share=0.25 if trains_backbone else 1.0)
 
 
+def follow_reach(config: EagleLossConfig, reach: Sequence[float]) -> EagleLossConfig:
+    return dataclasses.replace(config, num_steps=num_reached(reach))
+
+
 def held_out_loss(config: EagleLossConfig) -> EagleLossConfig:
     return EagleLossConfig(num_steps=config.num_steps, step_decay=config.step_decay, calibration_weight=0)
 
@@ -205,6 +210,7 @@ FAMILY = TrainingFamily(
     projection="fc.weight",
     loss=training_loss,
     update_loss=update_loss,
+    follow_reach=follow_reach,
     held_out_loss=held_out_loss,
     arms={"calibration": _CALIBRATION, "head": (*_CALIBRATION, "lm_head.", "final_norm"), "full": None},
 )

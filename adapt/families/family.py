@@ -82,8 +82,8 @@ class TrainingFamily:
     follow_rounds: Callable[[Any, Sequence[Sequence[int]], int], Any] = lambda loss, rounds, num_slots: loss
     """Loss settings from a validation on, given num_accepted_tokens of each text's replayed rounds, and S."""
     follow_reach: Callable[[Any, Sequence[float]], Any] = lambda loss, reach: loss
-    """Loss settings of an online update from a step on, given the share of rows that reach each slot 1..S of the first block: those
-    whose slots before it are all right."""
+    """Loss settings of an online update from a step on, given the share of rows that reach each slot 1..S of the first block (each step
+    of a chain): those whose slots before it are all right."""
     refused: tuple[str, ...] = ("edge_rank", "objective", "slot_decay")
     """Fields of the recipe that must stay None or False, because the family has no such thing."""
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -125,6 +125,17 @@ class TrainingFamily:
         """(weights, scalars) of a model among the parameters that require gradients."""
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         return [p for n, p in named if n not in self.scalars], [p for n, p in named if n in self.scalars]
+
+
+MIN_REACH = 0.1
+"""Share of the rows from which a slot learns online: of those whose slots before it are all right."""
+
+
+def num_reached(reach: Sequence[float]) -> int:
+    """Slots that are reached often enough, the first two among them: how a token depends on the one before is learned behind the
+    first. reach: as for `follow_reach`."""
+    num = next((s for s, share in enumerate(reach) if share < MIN_REACH), len(reach))
+    return min(max(2, num), len(reach))
 
 
 def leave_out(config: Settings, names: Sequence[str], parts: Mapping[str, str]) -> Settings:

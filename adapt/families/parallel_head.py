@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from paceline.adapt.families.family import TrainingFamily
+from paceline.adapt.families.family import TrainingFamily, num_reached
 from paceline.adapt.families.recipe import OBJECTIVES, DrafterRecipe, TargetShape
 from paceline.adapt.families.row_batch import RowBatch, calibrated, draft_index, in_draft_vocab, soft_cross_entropy
 from paceline.adapt.families.target_handle import TargetHandle, TargetTables
@@ -322,17 +322,8 @@ def held_out_loss(config: ParallelLossConfig) -> ParallelLossConfig:
     return dataclasses.replace(config, num_anchors=None, num_learned_slots=None, edge_share=1.0, calibration_weight=0.0)
 
 
-MIN_REACH = 0.1
-"""Share of the anchors from which a slot learns online: those whose slots before it are all right."""
-
-
 def follow_reach(config: ParallelLossConfig, reach: Sequence[float]) -> ParallelLossConfig:
-    """The settings with the slots that are reached often enough, the first two among them: the edge correction learns behind the first.
-
-    reach: of slots 1..S, the share of anchors whose slots before it were all right; 0 behind the slots that learned.
-    """
-    num = next((s for s, share in enumerate(reach) if share < MIN_REACH), len(reach))
-    return dataclasses.replace(config, num_learned_slots=min(max(2, num), len(reach)))
+    return dataclasses.replace(config, num_learned_slots=num_reached(reach))
 
 
 def _family(serving: DrafterFamily) -> TrainingFamily:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.adapt.families import row_batch
-from paceline.adapt.families.eagle3 import EagleLossConfig, training_loss, unrolled_hidden
+from paceline.adapt.families.eagle3 import EagleLossConfig, follow_reach, training_loss, unrolled_hidden
 from paceline.adapt.families.recipe import most_frequent_tokens
 from paceline.adapt.families.row_batch import collate
 from paceline.adapt.families.target_handle import TargetTables
@@ -230,3 +230,17 @@ def test_every_arm_of_an_online_update_trains_its_parameters(parameters, trained
     nll = [r.nll for r in learn_all(Learner(model, TargetTables(embed), arm, seed=1), regular_traces(12) * 4, [])]
     assert {k for k, v in model.state_dict().items() if not torch.equal(v, before[k])} == names
     assert parameters == "calibration" or nll[-1] < nll[0] - 0.05
+
+
+def test_fewer_steps_are_the_first_ones_and_the_report_has_room_for_all():
+    model, batch = tiny_model(), collate([logged_text(i, 24, 4) for i in range(3)])
+    embed = torch.randn(V, EMBED, generator=torch.Generator().manual_seed(5))
+    reports = []
+    for config in (PLAIN, follow_reach(PLAIN, [1.0, 0.2, 0.05])):
+        _, report = training_loss(model, batch, TargetTables(embed), config, torch.Generator().manual_seed(0))
+        reports.append(report["correct1"].tolist())
+    whole, first = reports
+    assert (
+        len(first) == len(whole) == 4 and first[:2] == whole[:2] and first[2] == whole[2] + whole[3] and first[3] == 0
+    )
+    assert follow_reach(config, [1.0, 0.3, 0.1]).num_steps == 3

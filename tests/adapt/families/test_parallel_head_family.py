@@ -73,9 +73,7 @@ def test_a_learner_learns_the_slots_that_are_reached_and_goes_on_with_them(name)
     for trace in text:
         whole.learn(trace)
         slots.append(whole._run.loss.num_learned_slots)
-    assert slots[0] == 2 and slots[-1] == 4, (
-        "a fresh one is right nowhere; the text can be learned"
-    )
+    assert slots[0] == 2 and slots[-1] == 4, "a fresh one is right nowhere; the text can be learned"
     learn_all(half, text[:90], [])
     again.restore(*half.state())
     learn_all(again, text[90:], [])
