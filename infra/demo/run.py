@@ -69,6 +69,8 @@ log = logging.getLogger(__name__)
 
 START_S = 25.0
 """What Ray, Redis and a replica take to start on two cores, about."""
+DAY_TRACES = TraceConfig(max_bytes=16 * 2**30, max_age_s=30 * 86_400.0)
+"""A day's text stays whole, which others can learn from later: 0.4 MB an answer of SmolLM2."""
 NUM_CHECKED_ANSWERS = 200
 """Greedy answers of a target of other people's that are checked in fp32, which takes a second for each."""
 
@@ -203,7 +205,7 @@ def demo_config(options: DemoOptions) -> ServiceConfig:
         policy=options.policy, trainer_price=options.trainer_price, trusts_groups=True, seed=options.seed
     )
     if options.scenario == "day":
-        return replace(config, policy=policy)
+        return replace(config, trace=DAY_TRACES, policy=policy)
     return replace(
         config,
         trace=TraceConfig(shard_rows=512, flush_interval_s=2.0),

@@ -27,7 +27,7 @@ from paceline.infra.demo import view as demo_view
 from paceline.infra.demo.day_report import day_dict, day_figure, kind_table, speedup
 from paceline.infra.demo.diary import open_diary
 from paceline.infra.demo.pools import bucket_pools, fitting_pools, kind_pools
-from paceline.infra.demo.run import DemoOptions, Schedule, demo_config, pools_of, with_history
+from paceline.infra.demo.run import DAY_TRACES, DemoOptions, Schedule, demo_config, pools_of, with_history
 from paceline.infra.demo.scenario import (
     DAY_GROUPS,
     GROUP_PATTERN,
@@ -251,7 +251,12 @@ def test_the_prompts_of_a_day_are_those_that_the_model_can_be_asked(tmp_path):
 
 def test_a_day_serves_with_default_settings_and_something_to_train():
     day, usual = demo_config(DemoOptions(scenario="day")), ServiceConfig()
-    ours = {"policy": PolicyConfig(trainer_price=0.25, trusts_groups=True), "trainer_threads": 1, "port": 0}
+    ours = {
+        "policy": PolicyConfig(trainer_price=0.25, trusts_groups=True),
+        "trainer_threads": 1,
+        "port": 0,
+        "trace": DAY_TRACES,
+    }
     ours |= {"engine": dataclasses.replace(usual.engine, num_threads=1, max_running=16), "model_name": day.model_name}
     assert day == dataclasses.replace(usual, **ours)
     with pytest.raises(ConfigError, match="--drafter must be one with weights"):
