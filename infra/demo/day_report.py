@@ -156,12 +156,9 @@ def day_figure(result: dict[str, Any], answers: Sequence[Answer]) -> Any:
     adaptive = [a for a in answers if a.group == Group.ADAPTIVE]
     for name, is_own, color in (("by the first drafter", False, COLORS[1]), ("by a later version", True, COLORS[0])):
         mine = [a for a in adaptive if (a.drafter_version != first) == is_own]
-        x, y, marker = (
-            [a.ended / 60 for a in mine],
-            [a.bucket for a in mine],
-            {"color": color, "size": 6, "symbol": "line-ns-open"},
-        )
-        figure.add_trace(go.Scatter(x=x, y=y, name=name, mode="markers", marker=marker), row=2, col=1)
+        kinds, marker = [a.bucket for a in mine], {"color": color, "size": 6, "symbol": "line-ns-open"}
+        dots = go.Scatter(x=[a.ended / 60 for a in mine], y=kinds, name=name, mode="markers", marker=marker)
+        figure.add_trace(dots, row=2, col=1)
     booked = sorted(
         (e["t_s"], e["seconds"] if e["kind"] == "saving" else -e["seconds"]) for e in result["ledger_entries"]
     )

@@ -65,7 +65,9 @@ def steady_scenario(known: tuple[str, ...]) -> tuple[Phase, ...]:
 def day_scenario(kinds: tuple[str, ...], minutes: float, seed: int) -> tuple[Phase, ...]:
     """Kinds that come, go and return: each comes once before one comes again, in another order every time. A phase has two, and the
     second one goes on into the next phase. A longer day begins like a shorter one."""
-    rng, order, phases, left = random.Random(seed), [], [], minutes
+    order: list[str] = []
+    phases: list[Phase] = []
+    rng, left = random.Random(seed), minutes
     while left > 0:
         while len(order) < 2:
             turn = rng.sample(kinds, len(kinds))
