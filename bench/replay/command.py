@@ -87,6 +87,10 @@ class ReplayOptions:
     ray: A[str | None, Setting("Address of a Ray cluster to run on ('auto' = local one); not for live.")] = None
     resume: A[Path | None, Setting("Folder with a line for each finished run; a killed replay goes on there.")] = None
     data: DataFolder = None
+    day: A[
+        Path | None,
+        Setting("With live: traffic and text of this folder of 'paceline demo --scenario day' instead.", is_folder=True),
+    ] = None  # fmt: skip
     load: A[float | None, Setting("Devices that live traffic keeps busy: a fleet shares one update.", gt=0)] = None
     json: JsonFile = None
     html: HtmlFile = None
@@ -113,6 +117,8 @@ class ReplayOptions:
             raise ConfigError(
                 f"load is set by the scenario, except in {' and '.join(LIVE)}; got source {self.source!r}"
             )
+        if self.day is not None and (self.source != "live" or self.data is not None or self.load is not None):
+            raise ConfigError("--day must go with source live, and without --data and --load, which the day has")
         if self.source in (*LIVE, "off-policy-live"):  # real training, one run after another, in an order of its own
             given = (
                 ("--workers", self.workers != 1), ("--ray", self.ray is not None), ("--first-seed", self.first_seed != 0),
@@ -280,12 +286,19 @@ def _ledger_note(service: LoggedService) -> str:
 def _live(options: ReplayOptions, chosen: list[Variant], console: Console) -> Reported:
     if any(v.policy in HINDSIGHT for v in chosen):
         raise ConfigError("policies must not name 'oracle' or 'bound' in a live replay: what training would bring is not known there")  # fmt: skip
-    from paceline.bench.replay.live import SMALL, LiveConfig, run_live
+    if options.day is not None:
+        from paceline.bench.replay.day import run_day
 
-    rows, scenarios, notes = run_live(
-        chosen, config=SMALL if options.source == "live-small" else LiveConfig(), num_orders=options.seeds, data=options.data,
-        cache=options.resume, console=console, load=options.load,
-    )  # fmt: skip
+        rows, scenarios, notes = run_day(
+            chosen, options.day, num_seeds=options.seeds, cache=options.resume, console=console
+        )
+    else:
+        from paceline.bench.replay.live import SMALL, LiveConfig, run_live
+
+        rows, scenarios, notes = run_live(
+            chosen, config=SMALL if options.source == "live-small" else LiveConfig(), num_orders=options.seeds, data=options.data,
+            cache=options.resume, console=console, load=options.load,
+        )  # fmt: skip
     found = build_report(rows, kind="live", source=options.source, scenarios=scenarios, notes=[*notes, *_notes(rows)])
     return found, rows
 

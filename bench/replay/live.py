@@ -7,6 +7,7 @@ trainer that share two cores. Traffic goes A -> B -> A -> C in up to three order
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -14,10 +15,10 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import numpy as np
@@ -47,9 +48,10 @@ from paceline.bench.replay.run import RUNS_FILE, Row, read_finished, row_of
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group, TrainJob, TrainResult, decode
 from paceline.contracts import encode as encode_record
+from paceline.errors import ConfigError
 from paceline.paths import resolve_drafter, write_atomic
 from paceline.serving.loading.families import read_drafter_files
-from paceline.serving.sampling.request import SamplingParams
+from paceline.serving.sampling.request import RequestTrace, SamplingParams
 from paceline.serving.target_model.model import TargetModel
 
 Say = Callable[[str], None]
@@ -179,13 +181,40 @@ class MergedStore:
         return self._owner[shard_id].read_shard(shard_id)
 
 
+@dataclass(kw_only=True, slots=True)
+class Ground:
+    """What policies train on and are scored by: texts by bucket, the first drafter, and results that all of them share."""
+
+    labels: tuple[str, ...]
+    store: ShardReader
+    train_shards: dict[str, list[ShardInfo]]
+    """Bucket -> shards that may be trained on, the oldest first."""
+    score_shards: dict[str, list[ShardInfo]]
+    """The same of those that say a version's acceptance length, and are never trained on."""
+    handle: TargetHandle
+    registry: DrafterRegistry
+    first: str
+    learned: dict[str, int]
+    """Bucket -> rows that the first drafter has learned."""
+    text_id: str
+    """Identity of the texts."""
+    cache: Path
+    say: Say
+
+
+class ShardReader(Protocol):
+    """A trace store, or several."""
+
+    def read_shard(self, shard_id: str) -> list[RequestTrace]: ...
+
+
 class LiveOutcomes:
     """Trains with adapt/online/trainer.py on the texts that the replay has served so far; scores by exact replay."""
 
-    def __init__(self, service: LiveService, served: np.ndarray) -> None:
+    def __init__(self, service: Ground, served: np.ndarray) -> None:
         """served: (T, D) rows traced up to the end of each step."""
         self.service, self.served = service, served
-        self.labels = service.config.buckets
+        self.labels = service.labels
         self.names = {FIRST: service.first}
         """Version of the replay -> version of the registry."""
         self.learned = {FIRST: {b: n for b, n in service.learned.items() if b in self.labels}}
@@ -210,9 +239,7 @@ class LiveOutcomes:
     def _score(self, version: str, bucket: str) -> dict[str, float]:
         self.service.say(f"scoring {version} on {bucket}")
         drafter = load_version(self.service.registry, version, self.service.handle)
-        traces = [
-            t for s in self.service.score_shards[bucket] for t in self.service.stores[bucket].read_shard(s.shard_id)
-        ]
+        traces = [t for s in self.service.score_shards[bucket] for t in self.service.store.read_shard(s.shard_id)]
         found = shadow_scores({version: drafter}, traces, num_nodes=NUM_NODES, device=self.service.handle.device)
         scores = found[version]
         length = sum(s.num_tokens for s in scores) / max(sum(s.num_rounds for s in scores), 1)
@@ -273,7 +300,7 @@ class LiveOutcomes:
             shutil.copytree(states / previous, states / job_id, copy_function=_link)
         result = run_training_job(
             job,
-            MergedStore(self.service.stores),
+            self.service.store,
             self.service.registry,
             self.service.handle,
             shadow=ShadowConfig(num_nodes=NUM_NODES),
@@ -313,38 +340,79 @@ def run_live(
     config = config or LiveConfig()
     if load is not None:
         config = dataclasses.replace(config, load=load)
-    if cache is None:
-        with tempfile.TemporaryDirectory(prefix="paceline-replay-") as folder:
-            return _run(chosen, config, min(num_orders, len(ORDERS)), data, Path(folder), console)
-    cache.mkdir(parents=True, exist_ok=True)
-    return _run(chosen, config, min(num_orders, len(ORDERS)), data, cache, console)
-
-
-def _run(
-    chosen: Sequence[Variant], config: LiveConfig, num_orders: int, data: Path | None, cache: Path, console: Console
-) -> tuple[list[Row], list[dict[str, Any]], list[str]]:
+    num_orders = min(num_orders, len(ORDERS))
     scenario = Scenario(
         name="live", family="live", duration_s=len(ORDERS[0]) * config.phase_s, step_s=config.step_s,
         regime_s=config.phase_s, load=config.load, batch_size=config.batch_size,
     )  # fmt: skip
-    done = read_finished(cache)
-    rows: list[Row] = []
-    with progress(console, "live replay", num_orders * len(chosen)) as bar:
-        service = LiveService(config, data, cache, bar.say)
-        for order in range(num_orders):
-            for variant in chosen:
-                task = Task(
-                    scenario=dataclasses.replace(scenario, name=f"live-{service.text_id}"), variant=variant, seed=order
-                )
-                if task.key not in done:
-                    row = {**row_of(task, service.replay(variant, order)), "cell": "live"}
-                    with (cache / RUNS_FILE).open("a", encoding="utf-8") as f:
-                        f.write(json.dumps(row) + "\n")
-                    done[task.key] = row
-                rows.append(done[task.key])
-                bar.step()
-    scenarios = [{"name": "live", **dataclasses.asdict(config), "orders": [[config.buckets[i] for i in o] for o in ORDERS[:num_orders]]}]  # fmt: skip
-    return rows, scenarios, service.notes()
+    orders = [[config.buckets[i] for i in o] for o in ORDERS[:num_orders]]
+    found = {"name": "live", **dataclasses.asdict(config), "orders": orders}
+    rows, notes = run_really(
+        chosen, scenario, num_orders, cache, console, lambda folder, say: LiveService(config, data, folder, say)
+    )
+    return rows, [found], notes
+
+
+class Really(Protocol):
+    """A service whose policies really train."""
+
+    text_id: str
+
+    def replay(self, variant: Variant, order: int) -> dict[str, Any]:
+        """One policy on one order (or seed), as plain values of a RunResult."""
+        ...
+
+    def notes(self) -> list[str]:
+        """What a reader must know about the result."""
+        ...
+
+
+def run_really(
+    chosen: Sequence[Variant], scenario: Scenario, num_seeds: int, cache: Path | None, console: Console,
+    open_service: Callable[[Path, Say], Really],
+) -> tuple[list[Row], list[str]]:  # fmt: skip
+    """(rows, notes) of every policy and seed, one after the other. cache: as of `run_live`; None = a folder of this run's own."""
+    with contextlib.ExitStack() as stack:
+        folder = cache or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-replay-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        done, rows = read_finished(folder), []
+        with progress(console, "live replay", num_seeds * len(chosen)) as bar:
+            service = open_service(folder, bar.say)
+            named = dataclasses.replace(scenario, name=f"{scenario.name}-{service.text_id}")
+            for seed in range(num_seeds):
+                for variant in chosen:
+                    task = Task(scenario=named, variant=variant, seed=seed)
+                    if task.key not in done:
+                        row = {**row_of(task, service.replay(variant, seed)), "cell": scenario.name}
+                        with (folder / RUNS_FILE).open("a", encoding="utf-8") as f:
+                            f.write(json.dumps(row) + "\n")
+                        done[task.key] = row
+                    rows.append(done[task.key])
+                    bar.step()
+        return rows, service.notes()
+
+
+def open_ground(
+    labels: tuple[str, ...], store: ShardReader, parts: Mapping[str, tuple[list[ShardInfo], list[ShardInfo]]], handle: TargetHandle,
+    drafter: str, model: str, *, text_id: str, cache: Path, say: Say,
+) -> Ground:  # fmt: skip
+    """A ground with the first drafter in its registry. parts: (shards to train on, shards to score on) of each bucket.
+
+    Raises: ConfigError for a drafter without weights.
+    """
+    folder = resolve_drafter(drafter, model, version=handle.version)
+    if folder is None:
+        raise ConfigError(f"drafter must have weights to be trained, got {drafter!r}")
+    registry = DrafterRegistry(cache / "registry")
+    settings, state = read_drafter_files(folder)
+    first = registry.put(
+        state, drafter_type=str(settings["drafter_type"]), config=settings, target_version=handle.version
+    ).version
+    return Ground(
+        labels=labels, store=store, train_shards={b: p[0] for b, p in parts.items()},
+        score_shards={b: p[1] for b, p in parts.items()}, handle=handle, registry=registry, first=first,
+        learned={str(k): int(v) for k, v in dict(settings.get("learned_rows", {})).items()}, text_id=text_id, cache=cache, say=say,
+    )  # fmt: skip
 
 
 class LiveService:
@@ -354,23 +422,25 @@ class LiveService:
         self.config, self.cache, self.say = config, cache, say
         say("loading the target")
         target = load_target("bundled")
-        self.handle = TargetHandle(
+        handle = TargetHandle(
             version=target.version, vocab_size=target.vocab_size, feature_size=target.feature_size,
             device=target.device, embed_weight=target.embed_weight,
         )  # fmt: skip
-        self.text_id = config.text_key(f"{target.version}|{data or 'bundled'}")
-        self.stores = {b: capture(target, b, config, cache / "texts", self.text_id, data, say) for b in config.buckets}
-        parts = {b: split_shards(store, config) for b, store in self.stores.items()}
-        self.train_shards = {b: p[0] for b, p in parts.items()}
-        self.score_shards = {b: p[1] for b, p in parts.items()}
-        self.registry = DrafterRegistry(cache / "registry")
-        folder = resolve_drafter("bundled")
-        assert folder is not None  # 'bundled' has weights
-        settings, state = read_drafter_files(folder)
-        self.learned = {str(k): int(v) for k, v in dict(settings.get("learned_rows", {})).items()}
-        self.first = self.registry.put(
-            state, drafter_type=str(settings["drafter_type"]), config=settings, target_version=target.version
-        ).version
+        text_id = config.text_key(f"{target.version}|{data or 'bundled'}")
+        stores = {b: capture(target, b, config, cache / "texts", text_id, data, say) for b in config.buckets}
+        parts = {b: split_shards(store, config) for b, store in stores.items()}
+        self.ground = open_ground(
+            config.buckets,
+            MergedStore(stores),
+            parts,
+            handle,
+            "bundled",
+            "bundled",
+            text_id=text_id,
+            cache=cache,
+            say=say,
+        )
+        self.text_id = text_id
         self.seconds = round_seconds(config, cache / f"round-{config.batch_size}.json", say)
 
     def replay(self, variant: Variant, order: int) -> dict[str, Any]:
@@ -384,7 +454,7 @@ class LiveService:
         traffic, served = self._traffic(order)
         settings = {"epoch_s": config.epoch_s, **dict(variant.settings)}
         policy = policy_config(variant.policy, settings, seed)
-        return World(traffic, LiveOutcomes(self, served), policy, seed=seed)
+        return World(traffic, LiveOutcomes(self.ground, served), policy, seed=seed)
 
     def _traffic(self, order: int) -> tuple[Traffic, np.ndarray]:
         """Phases of equal device time under the first drafter, and the rows traced up to each step (T, D)."""
@@ -397,11 +467,11 @@ class LiveService:
             plain_s=self.seconds["plain_s"], batch_size=config.batch_size, tokens_per_request=float(config.max_new_tokens),
             num_replicas=max(1, math.ceil(config.load)),
         )  # fmt: skip
-        first = LiveOutcomes(self, np.zeros((1, len(labels)))).lengths(FIRST)
+        first = LiveOutcomes(self.ground, np.zeros((1, len(labels)))).lengths(FIRST)
         for phase, d in enumerate(ORDERS[order]):
             rate = config.load / float(traffic.token_s(first)[d])
             tokens[phase * per_phase : (phase + 1) * per_phase, d] = rate * config.step_s
-        rows = min(sum(s.num_rows for s in shards) for shards in self.train_shards.values())
+        rows = min(sum(s.num_rows for s in shards) for shards in self.ground.train_shards.values())
         share = min(rows / max(float(tokens[:per_phase].sum()), 1.0), 1.0)
         traffic = dataclasses.replace(traffic, rows_share=share)
         return traffic, np.cumsum(tokens * share, axis=0)

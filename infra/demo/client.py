@@ -6,10 +6,10 @@ import time
 
 import httpx
 
+from paceline.bench.common.diary import Answer
 from paceline.errors import PacelineError
 from paceline.infra.controller.snapshot import Snapshot, parse_state
 from paceline.infra.demo.scenario import PlannedRequest
-from paceline.infra.demo.stats import Answer
 
 MAX_TOKENS = 144
 

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated as A
@@ -25,6 +25,7 @@ import numpy as np
 from rich.console import Console
 from rich.live import Live
 
+from paceline.bench.common.diary import Answer, Diary, Starts, open_diary, run_seconds
 from paceline.bench.common.lossless import LosslessChecker, LosslessReport
 from paceline.bench.common.padded import TARGET_NAME, copy_drafter, pad_target
 from paceline.bench.common.result_file import write_json
@@ -45,7 +46,6 @@ from paceline.infra.demo import report as demo_report
 from paceline.infra.demo import view as demo_view
 from paceline.infra.demo.client import MAX_TOKENS, DemoClient
 from paceline.infra.demo.day_report import day_dict, kind_table
-from paceline.infra.demo.diary import Diary, open_diary
 from paceline.infra.demo.pools import NUM_KINDS, Pools, bucket_pools, fitting_pools, has_template, kind_pools
 from paceline.infra.demo.scenario import (
     DAY_GROUPS,
@@ -57,7 +57,7 @@ from paceline.infra.demo.scenario import (
     shifting_scenario,
     steady_scenario,
 )  # fmt: skip
-from paceline.infra.demo.stats import Answer, DemoStats, own_version_s
+from paceline.infra.demo.stats import DemoStats, own_version_s
 from paceline.infra.service.stop_signals import StopSignals
 from paceline.infra.service.stores import StorePaths, is_adaptive
 from paceline.infra.state.layout import DECISIONS
@@ -238,7 +238,7 @@ class Schedule:
     """The phases and what is sent in each, by the time since the demo began. Thread-safe."""
 
     def __init__(
-        self, options: DemoOptions, pools: Pools, *, starts: Sequence[tuple[float, float]] = (),
+        self, options: DemoOptions, pools: Pools, *, starts: Starts = (),
         sent: Mapping[str, Collection[int]] | None = None,
     ) -> None:  # fmt: skip
         """starts: of all parts of the run, the last of which begins now; sent: places that were answered; see Diary."""
@@ -254,11 +254,8 @@ class Schedule:
         return time.monotonic() - self.began
 
     def at(self, ts: float) -> float:
-        """Seconds since the demo began of a moment in seconds since the epoch; all between two parts is the later one's begin."""
-        part = next((i for i, (_, began) in reversed([*enumerate(self._starts)]) if began <= ts), 0)
-        before_s, began = self._starts[part]
-        at_s = before_s + ts - began
-        return at_s if part + 1 == len(self._starts) else min(at_s, self._starts[part + 1][0])
+        """Seconds since the demo began of a moment in seconds since the epoch."""
+        return run_seconds(self._starts, ts)
 
     def current(self) -> Phase | None:
         """The phase of now, None after the last one."""

@@ -5,36 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from paceline.bench.common.diary import Answer
 from paceline.contracts import Group
 
 MAIN_SHARE = 0.2
 """Share of a phase's requests that makes a class one of the phase's own."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
-    """One finished request as the client saw it."""
-
-    phase: str
-    place: int
-    """Of its bucket's requests: 0, 1, 2, ..."""
-    bucket: str
-    """What kind of text the client asked for; the service is not told."""
-    traffic_class: str
-    """What the service counted it under."""
-    group: Group
-    temperature: float
-    num_tokens: int
-    num_rounds: int
-    num_accepted_tokens: int
-    device_s: float
-    """Sum of the request's shares of its rounds: what the engine spent on it."""
-    latency_s: float
-    ended: float
-    """Seconds since the demo began."""
-    drafter_version: str
-    prompt_token_ids: tuple[int, ...]
-    output_token_ids: tuple[int, ...]
 
 
 @dataclass(slots=True)

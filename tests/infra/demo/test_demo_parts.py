@@ -16,6 +16,7 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 from rich.console import Console
 
+from paceline.bench.common.diary import Answer, open_diary
 from paceline.bench.common.result_file import write_json
 from paceline.bench.common.workloads import Prompt
 from paceline.config import PolicyConfig, ServiceConfig
@@ -25,7 +26,6 @@ from paceline.infra.controller.snapshot import LedgerSums, Snapshot
 from paceline.infra.demo import report as demo_report
 from paceline.infra.demo import view as demo_view
 from paceline.infra.demo.day_report import day_dict, day_figure, kind_table, speedup
-from paceline.infra.demo.diary import open_diary
 from paceline.infra.demo.pools import bucket_pools, fitting_pools, kind_pools
 from paceline.infra.demo.run import DAY_TRACES, DemoOptions, Schedule, demo_config, pools_of, with_history
 from paceline.infra.demo.scenario import (
@@ -37,7 +37,7 @@ from paceline.infra.demo.scenario import (
     shifting_scenario,
     steady_scenario,
 )
-from paceline.infra.demo.stats import Answer, DemoStats, gross_saving_s, own_version_s, totals
+from paceline.infra.demo.stats import DemoStats, gross_saving_s, own_version_s, totals
 from paceline.infra.demo.vllm_run import check_options
 
 

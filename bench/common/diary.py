@@ -1,10 +1,10 @@
-"""Demo diary: what a run has asked and got, in a folder where a run that was stopped goes on."""
+"""Diary: what a run of the demo has asked and got, in a folder where a run that was stopped goes on."""
 
 from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +12,39 @@ from typing import Any
 
 import msgspec
 
+from paceline.contracts import Group
 from paceline.errors import ConfigError
-from paceline.infra.demo.stats import Answer
 from paceline.paths import held_folder, write_atomic
 
+Starts = Sequence[tuple[float, float]]
+"""(seconds of the run before it, its begin in seconds since the epoch) of every part."""
 _RUN, _ANSWERS, _FAILURES = "run.json", "answers.jsonl", "failures.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """One finished request as the client saw it."""
+
+    phase: str
+    place: int
+    """Of its bucket's requests: 0, 1, 2, ..."""
+    bucket: str
+    """What kind of text the client asked for; the service is not told."""
+    traffic_class: str
+    """What the service counted it under."""
+    group: Group
+    temperature: float
+    num_tokens: int
+    num_rounds: int
+    num_accepted_tokens: int
+    device_s: float
+    """Sum of the request's shares of its rounds: what the engine spent on it."""
+    latency_s: float
+    ended: float
+    """Seconds since the demo began."""
+    drafter_version: str
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -28,7 +56,7 @@ class Diary:
     model_name: str
     """Of the run's service: its own, wherever its state lies."""
     starts: list[tuple[float, float]] = field(default_factory=list)
-    """(seconds of the run before it, its begin in seconds since the epoch) of every part."""
+    """As `Starts`."""
     answers: list[Answer] = field(default_factory=list)
     """Of the parts before this one."""
     failures: list[str] = field(default_factory=list)
@@ -47,7 +75,11 @@ class Diary:
         return out
 
     def begin(self, epoch_s: float) -> None:
-        """Note that a part begins now."""
+        """Note that a part begins now; a line that the last one did not write to its end is cut off."""
+        for name in (_ANSWERS, _FAILURES):
+            if (path := self.folder / name).is_file():
+                with path.open("r+b") as file:
+                    file.truncate(file.read().rfind(b"\n") + 1)
         self.starts.append((self.elapsed_s, epoch_s))
         self._write()
 
@@ -60,6 +92,21 @@ class Diary:
     def _write(self) -> None:
         run = {"settings": self.settings, "model_name": self.model_name, "starts": self.starts}
         write_atomic(self.folder / _RUN, json.dumps(run, indent=1) + "\n")
+
+
+def run_seconds(starts: Starts, ts: float) -> float:
+    """Seconds since a run began of a moment in seconds since the epoch; all between two parts is the later one's begin."""
+    part = next((i for i, (_, began) in reversed([*enumerate(starts)]) if began <= ts), 0)
+    before_s, began = starts[part]
+    at_s = before_s + ts - began
+    return at_s if part + 1 == len(starts) else min(at_s, starts[part + 1][0])
+
+
+def read_diary(folder: Path) -> Diary:
+    """The diary of a run, whatever its settings; nothing is changed. Raises: ConfigError where there is none."""
+    if not (folder / _RUN).is_file():
+        raise ConfigError(f"the folder of a run of the demo must hold a {_RUN}, got {folder}")
+    return _read(folder, {})
 
 
 @contextmanager
@@ -96,20 +143,15 @@ def _read(folder: Path, settings: dict[str, Any]) -> Diary:
                 f"--{name.replace('_', '-')} must be that of the run in {folder}, {known.get(name)!r}, got {value!r}; give "
                 "--data-dir another folder for another run"
             )
+    diary.settings = known
     diary.answers, diary.failures = _lines(folder / _ANSWERS, Answer), _lines(folder / _FAILURES, str)
     return diary
 
 
 def _lines(path: Path, kind: Any) -> list[Any]:
-    """The lines of a file, from which a last one is cut off that was not written to its end. Raises: ConfigError."""
-    if not path.is_file():
-        return []
-    raw = path.read_bytes()
-    whole = raw[: raw.rfind(b"\n") + 1]
-    if len(whole) < len(raw):
-        with path.open("r+b") as file:
-            file.truncate(len(whole))
-    out = []
+    """The whole lines of a file. Raises: ConfigError for one that is broken."""
+    raw = path.read_bytes() if path.is_file() else b""
+    whole, out = raw[: raw.rfind(b"\n") + 1], []
     for number, line in enumerate(whole.splitlines(), 1):
         try:
             out.append(msgspec.json.decode(line, type=kind))
