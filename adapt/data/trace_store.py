@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -49,6 +50,18 @@ class ShardInfo:
     created: float
     """Seconds since the epoch."""
     target_version: str
+
+
+def newest(shards: Sequence[ShardInfo], num_rows: float) -> list[ShardInfo]:
+    """The newest shards that hold num_rows together, oldest first."""
+    out: list[ShardInfo] = []
+    total = 0
+    for shard in reversed(shards):
+        if total >= num_rows:
+            break
+        out.append(shard)
+        total += shard.num_rows
+    return out[::-1]
 
 
 def _quote(text: str) -> str:

@@ -99,8 +99,8 @@ def training_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Loss of one batch (mean per supervised row) and detached sums for reporting.
 
-    Returns the loss and {"rows", "loss", "nll1", "correct1" (histogram over 0..num_steps of the drafter of how many tokens in a row
-    the greedy chain gets right)}; see TrainingLoss for the arguments.
+    Returns the loss and {"rows", "loss", "nll1", "correct1" (histogram over 0..num_steps of how many tokens in a row the
+    greedy chain gets right)}; see TrainingLoss for the arguments.
     """
     c, last = model.config, batch.token_ids.shape[1] - 1
     request, row = batch.is_output[:, 2:].nonzero(as_tuple=True)
@@ -147,7 +147,7 @@ def training_loss(
         "rows": torch.tensor(float(row.numel())),
         "loss": total.detach(),
         "nll1": first_nll,
-        "correct1": torch.bincount(correct, minlength=max(c.num_steps, config.num_steps) + 1).float(),
+        "correct1": torch.bincount(correct, minlength=config.num_steps + 1).float(),
     }
     return total, report
 
@@ -191,12 +191,14 @@ def make_config(target: TargetHandle, shape: TargetShape, recipe: DrafterRecipe)
 
 
 def update_loss(model: EagleModel, trains_backbone: bool) -> EagleLossConfig:
-    """As many steps as the drafter was trained with; every row teaches calibration where rows are cheap."""
-    return EagleLossConfig(num_steps=model.config.num_steps, side_share=0.25 if trains_backbone else 1.0)
+    """As many steps as the drafter was trained with, and every row teaches calibration, where rows are cheap."""
+    if not trains_backbone:
+        return EagleLossConfig(num_steps=model.config.num_steps, side_share=1.0)
+    return follow_reach(EagleLossConfig(), (), model.config)
 
 
-def follow_reach(config: EagleLossConfig, reach: Sequence[float]) -> EagleLossConfig:
-    return dataclasses.replace(config, num_steps=num_reached(reach))
+def follow_reach(config: EagleLossConfig, reach: Sequence[float], shape: EagleConfig) -> EagleLossConfig:
+    return dataclasses.replace(config, num_steps=num_reached(reach, shape.num_steps))
 
 
 def held_out_loss(config: EagleLossConfig) -> EagleLossConfig:

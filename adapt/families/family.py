@@ -81,9 +81,10 @@ class TrainingFamily:
     """The loss settings with what the recipe's own fields say of them."""
     follow_rounds: Callable[[Any, Sequence[Sequence[int]], int], Any] = lambda loss, rounds, num_slots: loss
     """Loss settings from a validation on, given num_accepted_tokens of each text's replayed rounds, and S."""
-    follow_reach: Callable[[Any, Sequence[float]], Any] = lambda loss, reach: loss
-    """Loss settings of an online update from a step on, given the share of rows that reach each slot 1..S of the first block (each step
-    of a chain): those whose slots before it are all right."""
+    follow_reach: Callable[[Any, Sequence[float], Any], Any] | None = None
+    """Loss settings of an online update of the backbone from a step on, given the share of rows that reach each slot (step of a
+    chain) 1, 2, ..., those whose slots before it are all right, for the slots that learned and one more, and the drafter's
+    configuration; None: all slots learn."""
     refused: tuple[str, ...] = ("edge_rank", "objective", "slot_decay")
     """Fields of the recipe that must stay None or False, because the family has no such thing."""
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -128,14 +129,15 @@ class TrainingFamily:
 
 
 MIN_REACH = 0.1
-"""Share of the rows from which a slot learns online: of those whose slots before it are all right."""
+"""Share of the rows that must reach a slot so that it learns online, by the best tokens of the training's rows (trees reach more)."""
+MIN_LEARNED = 2
+"""Slots that learn in any case: edge corrections begin at the second."""
 
 
-def num_reached(reach: Sequence[float]) -> int:
-    """Slots that are reached often enough, the first two among them: how a token depends on the one before is learned behind the
-    first. reach: as for `follow_reach`."""
+def num_reached(reach: Sequence[float], num_slots: int) -> int:
+    """Slots that learn: those before the first one that too few rows reach. reach: as for `follow_reach`."""
     num = next((s for s, share in enumerate(reach) if share < MIN_REACH), len(reach))
-    return min(max(2, num), len(reach))
+    return min(max(MIN_LEARNED, num), num_slots)
 
 
 def leave_out(config: Settings, names: Sequence[str], parts: Mapping[str, str]) -> Settings:

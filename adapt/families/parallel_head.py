@@ -126,7 +126,7 @@ class ParallelLossConfig:
     """Of the slots, from the newest replay; None: none yet, `decay_share` says."""
     num_anchors: A[int | None, Setting(ge=1)] = 16
     """Anchors drawn per request and batch; None = every supervised position."""
-    num_learned_slots: int | None = None
+    num_learned_slots: A[int | None, Setting(ge=1)] = None
     """Slots that learn, the first ones; None = all."""
     edge_share: float = 0.5
     """Share of rows whose logits are corrected by the previous token; only with an edge correction."""
@@ -250,8 +250,8 @@ def parallel_training_loss(
     Args:
         generator: of the CPU; draws the anchors and the rows that are corrected or calibrated.
         trains_backbone: False computes hidden states without a graph (only norm, correction and calibration learn).
-    Returns the loss and {"rows": anchors, "loss", "correct1" (histogram over 0..S of leading slots whose best token is
-    the text's), "rows1", "nll1" (cross-entropy of the first slot with the text, summed)}.
+    Returns the loss and {"rows": anchors, "loss", "correct1" (histogram over 0..slots that learn of leading slots whose best token
+    is the text's), "rows1", "nll1" (cross-entropy of the first slot with the text, summed)}.
     """
     num_slots = model.config.num_slots
     s = num_slots if config.num_learned_slots is None else config.num_learned_slots
@@ -311,7 +311,7 @@ def parallel_training_loss(
     report = {
         "rows": num_anchors,
         "loss": total.detach(),
-        "correct1": torch.bincount(correct, minlength=num_slots + 1).float(),
+        "correct1": torch.bincount(correct, minlength=s + 1).float(),
         "rows1": num_anchors,
         "nll1": first_nll.sum(),
     }
@@ -319,11 +319,11 @@ def parallel_training_loss(
 
 
 def held_out_loss(config: ParallelLossConfig) -> ParallelLossConfig:
-    return dataclasses.replace(config, num_anchors=None, num_learned_slots=None, edge_share=1.0, calibration_weight=0.0)
+    return dataclasses.replace(config, num_anchors=None, edge_share=1.0, calibration_weight=0.0)
 
 
-def follow_reach(config: ParallelLossConfig, reach: Sequence[float]) -> ParallelLossConfig:
-    return dataclasses.replace(config, num_learned_slots=num_reached(reach))
+def follow_reach(config: ParallelLossConfig, reach: Sequence[float], shape: ParallelHeadConfig) -> ParallelLossConfig:
+    return dataclasses.replace(config, num_learned_slots=num_reached(reach, shape.num_slots))
 
 
 def _family(serving: DrafterFamily) -> TrainingFamily:
@@ -341,9 +341,10 @@ def _family(serving: DrafterFamily) -> TrainingFamily:
         )
 
     def update_loss(model: ParallelHeadModel, trains_backbone: bool) -> ParallelLossConfig:
-        """Logged rows are few, so every one of them is an anchor; without the backbone, all teach the calibration."""
-        share = loss.calibration_share if trains_backbone else 1.0
-        return dataclasses.replace(loss, num_anchors=None, calibration_share=share)
+        """Logged rows are few, so every one of them is an anchor. Without the backbone all teach the calibration, in all slots."""
+        if not trains_backbone:
+            return dataclasses.replace(loss, num_anchors=None, calibration_share=1.0)
+        return follow_reach(dataclasses.replace(loss, num_anchors=None), (), model.config)
 
     return TrainingFamily(
         serving=serving,

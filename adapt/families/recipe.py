@@ -136,7 +136,8 @@ def target_shape(target_dir: Path) -> TargetShape:
 def has_native_bf16(device: torch.device) -> bool:
     """Whether bfloat16 products run in hardware."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported()
+        with torch.cuda.device(device):
+            return torch.cuda.is_bf16_supported(including_emulation=False)
     flags = Path("/proc/cpuinfo")
     has_flag = flags.is_file() and "avx512_bf16" in flags.read_text(encoding="utf-8")
     return has_flag and bool(getattr(torch.backends.mkldnn, "is_available", bool)())

@@ -106,8 +106,9 @@ class Learner:
             trains_backbone=trains_backbone,
             is_autocast=wants_autocast(model.config.hidden_size, tables.embed.device),
         )
-        self._reached: list[float] = []
-        """Decaying sums of `StepReport.reached`, of the newest steps."""
+        self._reached: list[tuple[float, float]] = []
+        """Of slot 1, 2, ...: (rows whose slots before it were all right, rows in all) of the newest steps that could tell."""
+        self._has_reach = trains_backbone and self._run.family.follow_reach is not None
         self._seed, self._base_step = seed, 0
         self._trained = {name: model.get_parameter(name) for name in names}
         self._mean = {name: p.detach().clone() for name, p in self._trained.items()}
@@ -154,7 +155,8 @@ class Learner:
         generator = torch.Generator().manual_seed((self._seed * 1_000_003 + step) % 2**63)
         self.model.train()
         report = self._run.train_batch([trace], rate, generator)
-        self._follow(report.reached)
+        if not is_rehearsal:
+            self._follow(report.correct)
         share = 1.0 / min(step + 1, AVERAGED_STEPS)
         with torch.no_grad():
             for name, p in self._trained.items():
@@ -165,17 +167,21 @@ class Learner:
         self.nll = report.nll
         return report
 
-    def _follow(self, reached: Sequence[float]) -> None:
-        """Have the next steps learn the slots that rows reach: a step costs less, and what it brings hangs on these."""
+    def _follow(self, correct: torch.Tensor) -> None:
+        """Have the next steps learn the slots that rows of the class reach; a slot that they hardly reach costs as much as any."""
+        if not self._has_reach:
+            return
+        right = correct.flip(0).cumsum(0).flip(0).tolist()
+        self._reached += [(0.0, 0.0)] * (len(right) - len(self._reached))
         kept = 1.0 - 1.0 / AVERAGED_STEPS
-        before = self._reached if len(self._reached) == len(reached) else [0.0] * len(reached)
-        self._set_reached([kept * old + new for old, new in zip(before, reached, strict=True)])
+        told = [(kept * a + new, kept * b + right[0]) for (a, b), new in zip(self._reached, right, strict=False)]
+        self._choose_slots([*told, *self._reached[len(told) :]])
 
-    def _set_reached(self, sums: list[float]) -> None:
-        self._reached = sums
-        if sums and sums[0] > 0:
-            reach = [x / sums[0] for x in sums[:-1]]
-            self._run.loss = self._run.family.follow_reach(self._run.loss, reach)
+    def _choose_slots(self, reached: list[tuple[float, float]]) -> None:
+        self._reached = reached
+        reach = [a / max(b, 1e-9) for a, b in reached]
+        if (follow := self._run.family.follow_reach) is not None and self._has_reach:
+            self._run.loss = follow(self._run.loss, reach, self.model.config)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """What would serve: all weights, the trained ones as the mean of the newest steps; shared, where they are not a
@@ -237,7 +243,7 @@ class Learner:
             self._base_step = int(record.get("base_step", 0))
             self.num_rows, self.num_rehearsed_rows = int(record["num_rows"]), int(record["num_rehearsed_rows"])
             self.nll, self.evidence = float(record["nll"]), evidence
-            self._set_reached([float(x) for x in record.get("reached", ())])
+            self._choose_slots(msgspec.convert(record.get("reached", []), list[tuple[float, float]]))
             self.seen = dict.fromkeys(tensors["seen"].tolist())
         except (KeyError, ValueError, TypeError, msgspec.ValidationError) as e:
             raise DrafterMismatchError(f"learner state must be of the same drafter and arm: {e}") from e

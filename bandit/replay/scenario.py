@@ -91,8 +91,8 @@ class Traffic:
     batch_size: int
     tokens_per_request: float = 100.0
     num_replicas: int = 1
-    rows_share: float = 1.0
-    """Share of the tokens that become rows to train on (traced requests)."""
+    rows_share: float | np.ndarray = 1.0
+    """Share of the tokens that become rows to train on (traced requests); (D,) where domains differ."""
     rows_before: tuple[float, ...] = ()
     """Rows of each domain written before the first step; () = none."""
 

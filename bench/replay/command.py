@@ -41,7 +41,7 @@ from paceline.bench.replay.report import (
 from paceline.bench.replay.run import RUNS_FILE, Row, row_of, run_all
 from paceline.errors import ConfigError
 from paceline.paths import check_folder
-from paceline.records import DataFolder, HtmlFile, JsonFile, Setting, record
+from paceline.records import MODELS, DataFolder, HtmlFile, JsonFile, Setting, record, require
 
 LIVE = ("live", "live-small")
 """Names of replays that really train."""
@@ -77,7 +77,11 @@ class ReplayOptions:
         ),
     ] = USUAL
     seeds: A[
-        int, Setting("Seeds of a cell and policy; live: orders of the traffic, at most 3; off-policy: logs.", ge=1)
+        int,
+        Setting(
+            "Seeds of a cell and policy; live: orders of the traffic, at most 3, with --service of noise; off-policy: logs.",
+            ge=1,
+        ),
     ] = 10
     first_seed: A[int, Setting("First seed, to extend an earlier replay; not for live.", ge=0, le=2**62)] = 0
     sweep: A[
@@ -87,10 +91,13 @@ class ReplayOptions:
     ray: A[str | None, Setting("Address of a Ray cluster to run on ('auto' = local one); not for live.")] = None
     resume: A[Path | None, Setting("Folder with a line for each finished run; a killed replay goes on there.")] = None
     data: DataFolder = None
-    day: A[
+    service: A[
         Path | None,
-        Setting("With live: traffic and text of this folder of 'paceline demo --scenario day' instead.", is_folder=True),
+        Setting(
+            "With live: traffic of this service's log and its captured text (DATA_DIR/services/NAME) instead.", is_folder=True
+        ),
     ] = None  # fmt: skip
+    model: A[str, Setting(f"Target of --service: {MODELS}")] = "bundled"
     load: A[float | None, Setting("Devices that live traffic keeps busy: a fleet shares one update.", gt=0)] = None
     json: JsonFile = None
     html: HtmlFile = None
@@ -117,8 +124,11 @@ class ReplayOptions:
             raise ConfigError(
                 f"load is set by the scenario, except in {' and '.join(LIVE)}; got source {self.source!r}"
             )
-        if self.day is not None and (self.source != "live" or self.data is not None or self.load is not None):
-            raise ConfigError("--day must go with source live, and without --data and --load, which the day has")
+        if self.service is not None and (self.source != "live" or self.data is not None or self.load is not None):
+            raise ConfigError(
+                "--service must go with source live, and without --data and --load, which the service has"
+            )
+        require(self.service is not None or self.model == "bundled", "--model must go with --service", self.model)
         if self.source in (*LIVE, "off-policy-live"):  # real training, one run after another, in an order of its own
             given = (
                 ("--workers", self.workers != 1), ("--ray", self.ray is not None), ("--first-seed", self.first_seed != 0),
@@ -286,11 +296,11 @@ def _ledger_note(service: LoggedService) -> str:
 def _live(options: ReplayOptions, chosen: list[Variant], console: Console) -> Reported:
     if any(v.policy in HINDSIGHT for v in chosen):
         raise ConfigError("policies must not name 'oracle' or 'bound' in a live replay: what training would bring is not known there")  # fmt: skip
-    if options.day is not None:
-        from paceline.bench.replay.day import run_day
+    if options.service is not None:
+        from paceline.bench.replay.served import run_served
 
-        rows, scenarios, notes = run_day(
-            chosen, options.day, num_seeds=options.seeds, cache=options.resume, console=console
+        rows, scenarios, notes = run_served(
+            chosen, options.service, model=options.model, num_seeds=options.seeds, cache=options.resume, console=console
         )
     else:
         from paceline.bench.replay.live import SMALL, LiveConfig, run_live

@@ -24,8 +24,9 @@ import msgspec
 import numpy as np
 from rich.console import Console
 
+from paceline.adapt.data.learning_text import ShardReader
 from paceline.adapt.data.regenerate import Regenerator
-from paceline.adapt.data.trace_store import ShardInfo, TraceStore
+from paceline.adapt.data.trace_store import ShardInfo, TraceStore, newest
 from paceline.adapt.families.target_handle import TargetHandle
 from paceline.adapt.gate.shadow import shadow_scores
 from paceline.adapt.online.learner_store import LearnerStore
@@ -48,10 +49,9 @@ from paceline.bench.replay.run import RUNS_FILE, Row, read_finished, row_of
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group, TrainJob, TrainResult, decode
 from paceline.contracts import encode as encode_record
-from paceline.errors import ConfigError
 from paceline.paths import resolve_drafter, write_atomic
 from paceline.serving.loading.families import read_drafter_files
-from paceline.serving.sampling.request import RequestTrace, SamplingParams
+from paceline.serving.sampling.request import SamplingParams
 from paceline.serving.target_model.model import TargetModel
 
 Say = Callable[[str], None]
@@ -182,19 +182,20 @@ class MergedStore:
 
 
 @dataclass(kw_only=True, slots=True)
-class Ground:
-    """What policies train on and are scored by: texts by bucket, the first drafter, and results that all of them share."""
+class LiveTexts:
+    """What policies train on and are scored by, and where results that all of them share are kept."""
 
     labels: tuple[str, ...]
     store: ShardReader
-    train_shards: dict[str, list[ShardInfo]]
+    train_shards: Mapping[str, Sequence[ShardInfo]]
     """Bucket -> shards that may be trained on, the oldest first."""
-    score_shards: dict[str, list[ShardInfo]]
-    """The same of those that say a version's acceptance length, and are never trained on."""
-    handle: TargetHandle
+    score_shards: Mapping[str, Sequence[ShardInfo]]
+    """Bucket -> shards that say a version's acceptance length, and are never trained on."""
+    target: TargetHandle
     registry: DrafterRegistry
     first: str
-    learned: dict[str, int]
+    """The first drafter's version."""
+    learned: Mapping[str, int]
     """Bucket -> rows that the first drafter has learned."""
     text_id: str
     """Identity of the texts."""
@@ -202,23 +203,17 @@ class Ground:
     say: Say
 
 
-class ShardReader(Protocol):
-    """A trace store, or several."""
-
-    def read_shard(self, shard_id: str) -> list[RequestTrace]: ...
-
-
 class LiveOutcomes:
     """Trains with adapt/online/trainer.py on the texts that the replay has served so far; scores by exact replay."""
 
-    def __init__(self, service: Ground, served: np.ndarray) -> None:
-        """served: (T, D) rows traced up to the end of each step."""
-        self.service, self.served = service, served
-        self.labels = service.labels
-        self.names = {FIRST: service.first}
+    def __init__(self, texts: LiveTexts, served: np.ndarray, staging_s: float = STAGING_PRIOR_S) -> None:
+        """served: (T, D) rows traced up to the end of each step. staging_s: device seconds of making another version live."""
+        self.texts, self.served = texts, served
+        self.labels = texts.labels
+        self.names = {FIRST: texts.first}
         """Version of the replay -> version of the registry."""
-        self.learned = {FIRST: {b: n for b, n in service.learned.items() if b in self.labels}}
-        self.arms, self.staging_s = default_arms(), STAGING_PRIOR_S
+        self.learned = {FIRST: {b: n for b, n in texts.learned.items() if b in self.labels}}
+        self.arms, self.staging_s = default_arms(), staging_s
         self._lengths: dict[str, np.ndarray] = {}
         self._chains: dict[tuple[str, str, str], str] = {}
         """(base, bucket, parameters) -> newest burst of that learner."""
@@ -233,36 +228,39 @@ class LiveOutcomes:
         return self._lengths[real]
 
     def _length(self, version: str, bucket: str) -> float:
-        path = self.service.cache / "scores" / f"{version}-{bucket}-{self.service.text_id}.json"
+        path = self.texts.cache / "scores" / f"{version}-{bucket}-{self.texts.text_id}.json"
         return float(kept_json(path, lambda: self._score(version, bucket))["acceptance_length"])
 
     def _score(self, version: str, bucket: str) -> dict[str, float]:
-        self.service.say(f"scoring {version} on {bucket}")
-        drafter = load_version(self.service.registry, version, self.service.handle)
-        traces = [t for s in self.service.score_shards[bucket] for t in self.service.store.read_shard(s.shard_id)]
-        found = shadow_scores({version: drafter}, traces, num_nodes=NUM_NODES, device=self.service.handle.device)
+        self.texts.say(f"scoring {version} on {bucket}")
+        drafter = load_version(self.texts.registry, version, self.texts.target)
+        traces = [t for s in self.texts.score_shards[bucket] for t in self.texts.store.read_shard(s.shard_id)]
+        found = shadow_scores({version: drafter}, traces, num_nodes=NUM_NODES, device=self.texts.target.device)
         scores = found[version]
         length = sum(s.num_tokens for s in scores) / max(sum(s.num_rounds for s in scores), 1)
         return {"acceptance_length": length, "num_requests": len(scores)}
 
-    def _seen(self, bucket: str, step: int) -> list[str]:
-        """Shards of a bucket whose rows were served up to a step; a bucket that came round again has them all."""
+    def _seen(self, bucket: str, step: int, num_rows: int) -> list[str]:
+        """The newest shards of a bucket that hold so many of the rows served up to a step; a bucket that came round again has them
+        all."""
         rows = float(self.served[step, self.labels.index(bucket)])
         out, total = [], 0
-        for shard in self.service.train_shards[bucket]:
+        for shard in self.texts.train_shards[bucket]:
             total += shard.num_rows
             if total > rows:
                 break
-            out.append(shard.shard_id)
-        return out
+            out.append(shard)
+        return [s.shard_id for s in newest(out, num_rows)]
 
     def train(self, order: TrainOrder) -> TrainTruth:
         base = self.names[order.base]
-        shards = self._seen(order.bucket, order.step)
-        rehearsal = [s for b in self.labels if b != order.bucket for s in self._seen(b, order.step)]
+        arm, others = order.arm, [b for b in self.labels if b != order.bucket]
+        shards = self._seen(order.bucket, order.step, 2 * arm.num_rows)  # as the controller hands text over
+        share = 2 * int(arm.num_rows * arm.rehearsal_share / max(1, len(others))) + 1
+        rehearsal = [s for b in others for s in self._seen(b, order.step, share)]
         chain = (base, order.bucket, order.arm.parameters)
         previous = self._chains.get(chain) or self._makers.get(base, "")
-        facts = [base, order.bucket, msgspec.to_builtins(order.arm), len(shards), len(rehearsal), round(order.time_limit_s), round(order.min_gain, 3), msgspec.to_builtins(order.plan), previous, self.service.text_id]  # fmt: skip
+        facts = [base, order.bucket, msgspec.to_builtins(order.arm), len(shards), len(rehearsal), round(order.time_limit_s), round(order.min_gain, 3), msgspec.to_builtins(order.plan), previous, self.texts.text_id]  # fmt: skip
         job_id = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
         result = self._result(job_id, order, base, shards, rehearsal, previous)
         self._chains[chain] = job_id
@@ -277,16 +275,16 @@ class LiveOutcomes:
         self, job_id: str, order: TrainOrder, base: str, shards: list[str], rehearsal: list[str], previous: str
     ) -> TrainResult:
         """The burst `job_id`, which goes on from the learner as `previous` left it; computed once for all policies."""
-        path = self.service.cache / "jobs" / f"{job_id}.msgpack"  # JSON has no -inf, the bound of one request
+        path = self.texts.cache / "jobs" / f"{job_id}.msgpack"  # JSON has no -inf, the bound of one request
         if path.is_file():
             return decode(path.read_bytes(), TrainResult)
-        self.service.say(f"training {order.arm.name} on {order.arm.num_rows} rows of {order.bucket}")
+        self.texts.say(f"training {order.arm.name} on {order.arm.num_rows} rows of {order.bucket}")
         job = TrainJob(
             job_id=job_id,
             bucket=order.bucket,
             arm=order.arm,
             base_version=base,
-            first_version=self.service.first,
+            first_version=self.texts.first,
             shard_ids=shards,
             rehearsal_shard_ids=rehearsal,
             seed=int(job_id[:6], 16),
@@ -294,15 +292,15 @@ class LiveOutcomes:
             min_gain=order.min_gain,
             plan=order.plan,
         )
-        states = self.service.cache / "learners"
+        states = self.texts.cache / "learners"
         shutil.rmtree(states / job_id, ignore_errors=True)  # of a replay that was killed
         if previous and (states / previous).is_dir():
             shutil.copytree(states / previous, states / job_id, copy_function=_link)
         result = run_training_job(
             job,
-            self.service.store,
-            self.service.registry,
-            self.service.handle,
+            self.texts.store,
+            self.texts.registry,
+            self.texts.target,
             shadow=ShadowConfig(num_nodes=NUM_NODES),
             learners=LearnerStore(states / job_id),
         )
@@ -347,16 +345,16 @@ def run_live(
     )  # fmt: skip
     orders = [[config.buckets[i] for i in o] for o in ORDERS[:num_orders]]
     found = {"name": "live", **dataclasses.asdict(config), "orders": orders}
-    rows, notes = run_really(
+    rows, notes = run_trained(
         chosen, scenario, num_orders, cache, console, lambda folder, say: LiveService(config, data, folder, say)
     )
     return rows, [found], notes
 
 
-class Really(Protocol):
-    """A service whose policies really train."""
+class TrainingService(Protocol):
+    """A service on which policies really train."""
 
-    text_id: str
+    texts: LiveTexts
 
     def replay(self, variant: Variant, order: int) -> dict[str, Any]:
         """One policy on one order (or seed), as plain values of a RunResult."""
@@ -367,18 +365,21 @@ class Really(Protocol):
         ...
 
 
-def run_really(
+def run_trained(
     chosen: Sequence[Variant], scenario: Scenario, num_seeds: int, cache: Path | None, console: Console,
-    open_service: Callable[[Path, Say], Really],
+    open_service: Callable[[Path, Say], TrainingService],
 ) -> tuple[list[Row], list[str]]:  # fmt: skip
-    """(rows, notes) of every policy and seed, one after the other. cache: as of `run_live`; None = a folder of this run's own."""
+    """(rows, notes) of every policy and seed, one run after the other.
+
+    cache: keeps finished runs, jobs and scores; None = a folder that is removed at the end.
+    """
     with contextlib.ExitStack() as stack:
         folder = cache or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-replay-")))
         folder.mkdir(parents=True, exist_ok=True)
         done, rows = read_finished(folder), []
         with progress(console, "live replay", num_seeds * len(chosen)) as bar:
             service = open_service(folder, bar.say)
-            named = dataclasses.replace(scenario, name=f"{scenario.name}-{service.text_id}")
+            named = dataclasses.replace(scenario, name=f"{scenario.name}-{service.texts.text_id}")
             for seed in range(num_seeds):
                 for variant in chosen:
                     task = Task(scenario=named, variant=variant, seed=seed)
@@ -390,29 +391,6 @@ def run_really(
                     rows.append(done[task.key])
                     bar.step()
         return rows, service.notes()
-
-
-def open_ground(
-    labels: tuple[str, ...], store: ShardReader, parts: Mapping[str, tuple[list[ShardInfo], list[ShardInfo]]], handle: TargetHandle,
-    drafter: str, model: str, *, text_id: str, cache: Path, say: Say,
-) -> Ground:  # fmt: skip
-    """A ground with the first drafter in its registry. parts: (shards to train on, shards to score on) of each bucket.
-
-    Raises: ConfigError for a drafter without weights.
-    """
-    folder = resolve_drafter(drafter, model, version=handle.version)
-    if folder is None:
-        raise ConfigError(f"drafter must have weights to be trained, got {drafter!r}")
-    registry = DrafterRegistry(cache / "registry")
-    settings, state = read_drafter_files(folder)
-    first = registry.put(
-        state, drafter_type=str(settings["drafter_type"]), config=settings, target_version=handle.version
-    ).version
-    return Ground(
-        labels=labels, store=store, train_shards={b: p[0] for b, p in parts.items()},
-        score_shards={b: p[1] for b, p in parts.items()}, handle=handle, registry=registry, first=first,
-        learned={str(k): int(v) for k, v in dict(settings.get("learned_rows", {})).items()}, text_id=text_id, cache=cache, say=say,
-    )  # fmt: skip
 
 
 class LiveService:
@@ -429,18 +407,19 @@ class LiveService:
         text_id = config.text_key(f"{target.version}|{data or 'bundled'}")
         stores = {b: capture(target, b, config, cache / "texts", text_id, data, say) for b in config.buckets}
         parts = {b: split_shards(store, config) for b, store in stores.items()}
-        self.ground = open_ground(
-            config.buckets,
-            MergedStore(stores),
-            parts,
-            handle,
-            "bundled",
-            "bundled",
-            text_id=text_id,
-            cache=cache,
-            say=say,
+        folder = resolve_drafter("bundled")
+        assert folder is not None  # 'bundled' has weights
+        settings, state = read_drafter_files(folder)
+        registry = DrafterRegistry(cache / "registry")
+        first = registry.put(
+            state, drafter_type=str(settings["drafter_type"]), config=settings, target_version=target.version
         )
-        self.text_id = text_id
+        self.texts = LiveTexts(
+            labels=config.buckets, store=MergedStore(stores), train_shards={b: p[0] for b, p in parts.items()},
+            score_shards={b: p[1] for b, p in parts.items()}, target=handle, registry=registry, first=first.version,
+            learned={str(k): int(v) for k, v in dict(settings.get("learned_rows", {})).items()}, text_id=text_id, cache=cache,
+            say=say,
+        )  # fmt: skip
         self.seconds = round_seconds(config, cache / f"round-{config.batch_size}.json", say)
 
     def replay(self, variant: Variant, order: int) -> dict[str, Any]:
@@ -454,7 +433,7 @@ class LiveService:
         traffic, served = self._traffic(order)
         settings = {"epoch_s": config.epoch_s, **dict(variant.settings)}
         policy = policy_config(variant.policy, settings, seed)
-        return World(traffic, LiveOutcomes(self.ground, served), policy, seed=seed)
+        return World(traffic, LiveOutcomes(self.texts, served), policy, seed=seed)
 
     def _traffic(self, order: int) -> tuple[Traffic, np.ndarray]:
         """Phases of equal device time under the first drafter, and the rows traced up to each step (T, D)."""
@@ -467,11 +446,11 @@ class LiveService:
             plain_s=self.seconds["plain_s"], batch_size=config.batch_size, tokens_per_request=float(config.max_new_tokens),
             num_replicas=max(1, math.ceil(config.load)),
         )  # fmt: skip
-        first = LiveOutcomes(self.ground, np.zeros((1, len(labels)))).lengths(FIRST)
+        first = LiveOutcomes(self.texts, np.zeros((1, len(labels)))).lengths(FIRST)
         for phase, d in enumerate(ORDERS[order]):
             rate = config.load / float(traffic.token_s(first)[d])
             tokens[phase * per_phase : (phase + 1) * per_phase, d] = rate * config.step_s
-        rows = min(sum(s.num_rows for s in shards) for shards in self.ground.train_shards.values())
+        rows = min(sum(s.num_rows for s in shards) for shards in self.texts.train_shards.values())
         share = min(rows / max(float(tokens[:per_phase].sum()), 1.0), 1.0)
         traffic = dataclasses.replace(traffic, rows_share=share)
         return traffic, np.cumsum(tokens * share, axis=0)

@@ -352,7 +352,7 @@ MAX_LOSS_PERCENT = 1.0
 def check_seeds(num_seeds: int, *, is_live: bool = False) -> None:
     """Raise ConfigError when so few seeds can suggest nothing; says how many are needed."""
     if is_live:
-        raise ConfigError(f"suggest must be left out of live replays: it needs {SUGGEST_SEEDS} seeds, and they have 3 orders of the traffic; replay the service's decision log instead")  # fmt: skip
+        raise ConfigError(f"suggest must be left out of live replays: it needs {SUGGEST_SEEDS} seeds, and their traffic is one stream or 3 orders of it; replay the service's decision log instead")  # fmt: skip
     if num_seeds < SUGGEST_SEEDS:
         raise ConfigError(f"seeds must be >= {SUGGEST_SEEDS} to suggest settings, got {num_seeds}; give --seeds {SUGGEST_SEEDS} or more")  # fmt: skip
 

@@ -21,6 +21,7 @@ import msgspec
 import redis
 from redis.exceptions import RedisError, WatchError
 
+from paceline.adapt.data.trace_store import newest
 from paceline.adapt.versions.lifecycle import DrafterStatus
 from paceline.bandit.controller.state import JobOutcome
 from paceline.config import PolicyConfig
@@ -512,15 +513,3 @@ def order_job(
         plan=burst_plan(decision),
         class_began=float(decision.context.get("class_began", 0.0)),
     )
-
-
-def newest(shards: list[Any], num_rows: int) -> list[Any]:
-    """The newest shards that hold num_rows together, oldest first."""
-    out: list[Any] = []
-    total = 0
-    for s in reversed(shards):
-        if total >= num_rows:
-            break
-        out.append(s)
-        total += s.num_rows
-    return out[::-1]

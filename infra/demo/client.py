@@ -6,9 +6,9 @@ import time
 
 import httpx
 
-from paceline.bench.common.diary import Answer
 from paceline.errors import PacelineError
 from paceline.infra.controller.snapshot import Snapshot, parse_state
+from paceline.infra.demo.diary import Answer
 from paceline.infra.demo.scenario import PlannedRequest
 
 MAX_TOKENS = 144

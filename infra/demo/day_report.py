@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
-from paceline.bench.common.diary import Answer
 from paceline.bench.common.html_page import COLORS
 from paceline.bench.common.terminal import interval_text, new_table, number_text
 from paceline.bootstrap import interval
 from paceline.contracts import Group
 from paceline.infra.controller.snapshot import Snapshot
+from paceline.infra.demo.diary import Answer
 from paceline.infra.demo.stats import MAIN_SHARE, groups_dict
 
 GROUP_COLORS = dict(zip((Group.ADAPTIVE, Group.STATIC, Group.PLAIN), COLORS, strict=False))

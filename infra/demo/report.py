@@ -9,10 +9,10 @@ from typing import Any
 
 from rich.table import Table
 
-from paceline.bench.common.diary import Answer
 from paceline.bench.common.html_page import plots, write_page
 from paceline.contracts import Group
 from paceline.infra.demo.day_report import GROUP_COLORS, KIND_COLUMNS, day_figure, day_sentence, kind_rows
+from paceline.infra.demo.diary import Answer
 
 _PHASE_COLUMNS = ("phase", "traffic", "T", "static accept.", "adaptive accept.", "plain tok/s", "static tok/s", "adaptive tok/s", "saved s", "net s")  # fmt: skip
 _PAGE = """

@@ -25,7 +25,6 @@ import numpy as np
 from rich.console import Console
 from rich.live import Live
 
-from paceline.bench.common.diary import Answer, Diary, Starts, open_diary, run_seconds
 from paceline.bench.common.lossless import LosslessChecker, LosslessReport
 from paceline.bench.common.padded import TARGET_NAME, copy_drafter, pad_target
 from paceline.bench.common.result_file import write_json
@@ -46,6 +45,7 @@ from paceline.infra.demo import report as demo_report
 from paceline.infra.demo import view as demo_view
 from paceline.infra.demo.client import MAX_TOKENS, DemoClient
 from paceline.infra.demo.day_report import day_dict, kind_table
+from paceline.infra.demo.diary import Answer, Diary, Starts, open_diary, run_seconds
 from paceline.infra.demo.pools import NUM_KINDS, Pools, bucket_pools, fitting_pools, has_template, kind_pools
 from paceline.infra.demo.scenario import (
     DAY_GROUPS,
@@ -430,8 +430,10 @@ def run_demo(options: DemoOptions, console: Console) -> dict:
             data_dir = Path(tempfile.mkdtemp(prefix="paceline-demo-"))
             stack.callback(shutil.rmtree, data_dir, ignore_errors=True)
         diary = stack.enter_context(open_diary(data_dir, settings))
-        if diary.elapsed_s > options.minutes * 60:
-            raise ConfigError(f"--minutes must be {math.ceil(diary.elapsed_s / 60)} or more, got {options.minutes}; the run in {data_dir} came so far")  # fmt: skip
+        if diary.asked_s > options.minutes * 60:
+            raise ConfigError(
+                f"--minutes must be {math.ceil(diary.asked_s / 60)} or more, got {options.minutes:g}: the run in {data_dir} came so far"
+            )
         config = replace(config, data_dir=str(data_dir), model_name=diary.model_name)
         stats, service = DemoStats(answers=[*diary.answers], failures=[*diary.failures]), None
         try:

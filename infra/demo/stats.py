@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from paceline.bench.common.diary import Answer
 from paceline.contracts import Group
+from paceline.infra.demo.diary import Answer
 
 MAIN_SHARE = 0.2
 """Share of a phase's requests that makes a class one of the phase's own."""

@@ -9,10 +9,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from paceline.bench.common.diary import Answer
 from paceline.bench.common.terminal import number_text
 from paceline.contracts import Group
 from paceline.infra.controller.snapshot import Snapshot
+from paceline.infra.demo.diary import Answer
 from paceline.infra.demo.scenario import GROUP_PATTERN
 from paceline.infra.demo.stats import totals
 

@@ -17,13 +17,13 @@ from rich.console import Console
 from rich.table import Table
 
 from paceline.adapt.versions.export_drafter import ExportDrafterOptions, export_drafter
-from paceline.bench.common.diary import Answer
 from paceline.bench.common.lossless import LosslessChecker
 from paceline.bench.common.result_file import write_json
 from paceline.config import ServiceConfig
 from paceline.contracts import Group
 from paceline.errors import ConfigError, PacelineError
 from paceline.infra.controller.snapshot import Snapshot, parse_state
+from paceline.infra.demo.diary import Answer
 from paceline.infra.demo.scenario import PlannedRequest
 from paceline.infra.demo.stats import DemoStats, totals
 from paceline.infra.engines.vllm_server import VllmServer

@@ -232,15 +232,15 @@ def test_every_arm_of_an_online_update_trains_its_parameters(parameters, trained
     assert parameters == "calibration" or nll[-1] < nll[0] - 0.05
 
 
-def test_fewer_steps_are_the_first_ones_and_the_report_has_room_for_all():
-    model, batch = tiny_model(), collate([logged_text(i, 24, 4) for i in range(3)])
-    embed = torch.randn(V, EMBED, generator=torch.Generator().manual_seed(5))
-    reports = []
-    for config in (PLAIN, follow_reach(PLAIN, [1.0, 0.2, 0.05])):
-        _, report = training_loss(model, batch, TargetTables(embed), config, torch.Generator().manual_seed(0))
-        reports.append(report["correct1"].tolist())
-    whole, first = reports
-    assert (
-        len(first) == len(whole) == 4 and first[:2] == whole[:2] and first[2] == whole[2] + whole[3] and first[3] == 0
-    )
-    assert follow_reach(config, [1.0, 0.3, 0.1]).num_steps == 3
+def test_fewer_steps_are_the_first_ones():
+    model, embed = tiny_model(), torch.randn(V, EMBED, generator=torch.Generator().manual_seed(5))
+    traces = [logged_text(i, 24, 4) for i in range(3)]
+    make_half_right(model, traces, embed)
+    counts = []
+    for config in (PLAIN, follow_reach(PLAIN, [1.0, 0.2, 0.05], model.config)):
+        _, report = training_loss(model, collate(traces), TargetTables(embed), config, torch.Generator().manual_seed(0))
+        counts.append(report["correct1"].tolist())
+    whole, first = counts
+    assert whole[2] + whole[3] > 0, "some rows get two right"
+    assert first == [whole[0], whole[1], whole[2] + whole[3]]
+    assert follow_reach(config, [1.0, 0.3, 0.1], model.config).num_steps == 3

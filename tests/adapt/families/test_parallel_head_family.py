@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from paceline.adapt.data.trace_store import TraceStore
+from paceline.adapt.families import training
 from paceline.adapt.families.recipe import DrafterRecipe
 from paceline.adapt.families.target_handle import TargetTables, load_target_handle
 from paceline.adapt.families.training import training_family
@@ -16,7 +17,7 @@ from paceline.adapt.online.trainer import run_training_job
 from paceline.adapt.recipes.drafter import train_drafter
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.contracts import ArmSpec, TrainJob
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.serving.loading.families import load_drafter
 from paceline.serving.parallel_head.drafter import ParallelHeadDrafter
 from paceline.serving.parallel_head.model import DRAFTER_TYPES, ParallelHeadConfig, ParallelHeadModel
@@ -70,15 +71,54 @@ def test_a_learner_learns_the_slots_that_are_reached_and_goes_on_with_them(name)
 
     whole, half, again = learner(1), learner(1), learner(9)
     slots = []
-    for trace in text:
+    for i, trace in enumerate(text):
         whole.learn(trace)
         slots.append(whole._run.loss.num_learned_slots)
+        if i % 7 == 0:
+            whole.learn(learnable_trace(f"o{i}", bucket="code", num_outputs=30), is_rehearsal=True)
+            assert whole._run.loss.num_learned_slots == slots[-1], (
+                "another class's text says nothing of this one's slots"
+            )
     assert slots[0] == 2 and slots[-1] == 4, "a fresh one is right nowhere; the text can be learned"
-    learn_all(half, text[:90], [])
-    again.restore(*half.state())
-    learn_all(again, text[90:], [])
-    assert all(torch.equal(a, b) for a, b in zip(whole.snapshot().values(), again.snapshot().values(), strict=True))
-    assert again._run.loss == whole._run.loss
+    cut = next(i for i, num in enumerate(slots) if num == 3)
+    learn_all(half, text[: cut + 1], [])
+    tensors, record = half.state()
+    again.restore({k: v.clone() for k, v in tensors.items()}, record)
+    assert again._reached == half._reached and again._run.loss == half._run.loss
+    learn_all(half, text[cut + 1 :], [])
+    learn_all(again, text[cut + 1 :], [])
+    assert all(torch.equal(a, b) for a, b in zip(half.snapshot().values(), again.snapshot().values(), strict=True))
+    tensors, record = half.state()
+    with pytest.raises(DrafterMismatchError, match="learner state"):
+        learner(1).restore(tensors, record | {"reached": [1.0, "x"]})
+    old = {k: v for k, v in record.items() if k != "reached"}
+    again = learner(1)
+    again.restore(tensors, old)
+    assert again._run.loss.num_learned_slots == 2, "of a release that kept none"
+
+
+@KINDS
+@pytest.mark.parametrize("parameters", ["calibration", "head", "full", "lora"])
+def test_a_learner_in_bfloat16_keeps_float32_weights_and_learns(name, parameters):
+    arm = ArmSpec(name="a", parameters=parameters, num_rows=1000, learning_rate=2e-3, rank=2)
+    learner = Learner(make_model(name), TargetTables.of(TARGET, CPU), arm, seed=1)
+    learner._run._is_autocast = True
+    before = {k: v.clone() for k, v in learner.model.state_dict().items()}
+    learn_all(learner, [learnable_trace(f"t{i}") for i in range(6)], [])
+    state = learner.model.state_dict()
+    assert all(
+        v.dtype == before[k].dtype and bool(v.isfinite().all()) for k, v in state.items() if v.is_floating_point()
+    )
+    assert any(not torch.equal(v, before[k]) for k, v in state.items() if k in before) or parameters == "lora"
+    assert all(v.dtype == torch.float32 for v in learner.snapshot().values() if v.is_floating_point())
+
+
+def test_wide_drafters_learn_in_bfloat16_where_the_hardware_has_it(monkeypatch):
+    for has_it, size, kind, expected in (
+        (True, 512, "cpu", True), (True, 511, "cpu", False), (True, 16, "cuda", True), (False, 4096, "cpu", False),
+    ):  # fmt: skip
+        monkeypatch.setattr(training, "has_native_bf16", lambda device, has_it=has_it: has_it)
+        assert training.wants_autocast(size, torch.device(kind)) is expected
 
 
 @KINDS

@@ -69,9 +69,14 @@ def test_a_name_that_breaks_lines_breaks_no_suggestion(tmp_path):
         (["small", "--seeds", "0"], "seeds must be >= 1"),
         (["small", "--workers", "0"], "workers must be >= 1"),
         (["live", "--load", "0"], "load must be > 0"),
-        (["live", "--day", ".", "--load", "2"], "--day must go with source live, and without --data and --load"),
-        (["live-small", "--day", "."], "--day must go with source live"),
-        (["live", "--day", "nowhere"], "must be a folder"),
+        (
+            ["live", "--service", ".", "--load", "2"],
+            "--service must go with source live, and without --data and --load",
+        ),
+        (["live-small", "--service", "."], "--service must go with source live"),
+        (["live", "--service", "nowhere"], "must be a folder"),
+        (["live", "--service", "."], "--service must be a service's folder"),
+        (["live", "--model", "smollm2"], "--model must go with --service"),
         (
             ["small", "--seeds", "5", "--suggest", "s.yaml"],
             "seeds must be >= 6 to suggest settings, got 5; give --seeds 6 or more",

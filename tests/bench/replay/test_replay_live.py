@@ -1,25 +1,26 @@
 """A live replay really trains, prices versions by exact replay, and computes nothing twice."""
 
-import dataclasses
 import json
 import shutil
 
-import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
 
 from paceline.adapt.data.trace_store import TraceStore
-from paceline.bench.common.diary import Answer, open_diary, read_diary
-from paceline.bench.replay.day import DayConfig, DayService, run_day, split
-from paceline.bench.replay.live import LiveConfig, run_live
+from paceline.bandit.controller.decision_log import read_log
+from paceline.bandit.replay.logged import prepare
+from paceline.bandit.replay.outcomes import FIRST
+from paceline.bandit.replay.world import START, record
+from paceline.bench.replay.live import LiveConfig, LiveService, run_live
 from paceline.bench.replay.off_policy import METHODS, Variant, run_live_check
 from paceline.bench.replay.plan import variants
 from paceline.bench.replay.run import RUNS_FILE
-from paceline.contracts import Group, TrainResult, decode
+from paceline.bench.replay.served import ServedService, run_served, split
+from paceline.contracts import TrainResult, decode
 from paceline.errors import ConfigError
 from paceline.machine import ManualClock
-from paceline.paths import BUNDLED_TARGET, TRACES, bundled, service_home
+from paceline.paths import TRACES
 
 TINY = LiveConfig(num_requests=40, max_new_tokens=24, num_scored=8, phase_s=40.0)
 QUIET = Console(quiet=True)
@@ -69,83 +70,76 @@ def test_a_live_check_compares_estimates_with_what_replays_train_and_keep(cache)
     assert sum(job.train_s for job in kept_jobs(cache)) > 0
 
 
-STEP_S = 10.0
-
-
-def write_day(folder, cache):
-    """A day of two kinds, each in its own class for the first and the last minute, with text of a live replay; stopped once."""
-    texts = {b: next(cache.glob(f"texts/{b}-*")) for b in ("tools", "math")}
-    settings = {
-        "model": str(bundled(BUNDLED_TARGET)),
-        "drafter": str(bundled("specblock")),
-        "trainer_price": 0.25,
-        "replicas": 1,
-    }
-    with open_diary(folder, settings) as diary:
-        clock = ManualClock(1000.0)
-        store = TraceStore(service_home(folder, diary.model_name) / TRACES, clock=clock)
-        diary.begin(1000.0)
-        for number, (bucket, label) in enumerate((("tools", "~class-1"), ("math", "~class-2"))):
-            if number:  # the night between both
-                diary.answers = list(open_lines(folder))
-                clock.advance(50_000.0)
-                diary.begin(clock.now())
-            traces = [
-                t
-                for s in TraceStore(texts[bucket]).list_shards()
-                for t in TraceStore(texts[bucket]).read_shard(s.shard_id)
-            ]
-            for i, trace in enumerate(traces):
-                clock.advance(60.0 / len(traces))
-                trace = dataclasses.replace(trace, bucket=label, request_id=f"{label}-{i}")
-                store.write_shard([trace], label)
-                num, group = len(trace.token_ids) - trace.prompt_len, (Group.ADAPTIVE, Group.STATIC, Group.PLAIN)[i % 3]
-                rounds = num if group == Group.PLAIN else num // 2
-                diary.note(Answer(
-                    phase="1", place=i, bucket=bucket, traffic_class=label, group=group, temperature=trace.temperature, num_tokens=num,
-                    num_rounds=rounds, num_accepted_tokens=num - rounds, device_s=0.010 * rounds, latency_s=0.1,
-                    ended=60.0 * number + 60.0 * (i + 1) / len(traces) - 1e-3, drafter_version="v",
-                    prompt_token_ids=tuple(trace.token_ids[: trace.prompt_len]), output_token_ids=tuple(trace.token_ids[trace.prompt_len :]),
-                ))  # fmt: skip
-    return diary
-
-
-def open_lines(folder):
-    return [msgspec.json.decode(line, type=Answer) for line in (folder / "answers.jsonl").read_bytes().splitlines()]
+def write_service(folder, cache):
+    """What a service of the live replay's traffic would leave behind: log, first drafter, and text that came as it was served; of
+    `facts` next to none was kept."""
+    live = LiveService(TINY, None, cache, lambda words: None)
+    folder.mkdir()
+    log = record(live.world(Variant(policy="never"), 0))
+    (folder / "decisions.jsonl").write_bytes(log.replace(f'"{FIRST}"'.encode(), f'"{live.texts.first}"'.encode()))
+    shutil.copytree(cache / "registry", folder / "registry")
+    clock = ManualClock(START)
+    store = TraceStore(folder / TRACES, clock=clock)
+    for bucket in ("tools", "math", "facts"):
+        shards = [*live.texts.train_shards[bucket], *live.texts.score_shards[bucket]]
+        traces = [t for s in shards for t in live.texts.store.read_shard(s.shard_id)]
+        for trace in traces[: 3 if bucket == "facts" else None]:
+            clock.advance(TINY.phase_s / len(traces))
+            store.write_shard([trace], bucket)
+    return live
 
 
 @pytest.mark.slow
-def test_policies_are_replayed_on_the_stream_of_a_day(cache, tmp_path):
-    if not list(cache.glob("texts/math-*")):
-        pytest.skip("test_jobs_are_real_and_kept writes the text")
-    day = tmp_path / "day"
-    diary = write_day(day, cache)
-    service = DayService(DayConfig(step_s=STEP_S), read_diary(day), tmp_path / "own", lambda words: None)
-    assert service.labels == ("~class-1", "~class-2")
-    tokens, answers = service.traffic.tokens, open_lines(day)
-    assert tokens.sum() == sum(a.num_tokens for a in answers) and tokens[:6, 1].sum() == tokens[6:, 0].sum() == 0
-    assert (service.traffic.plain_s, service.traffic.drafted_s) == (pytest.approx(0.010), pytest.approx(0.010))
-    ground, kept = service.ground, sum(s.num_rows for infos in service.ground.train_shards.values() for s in infos)
+def test_policies_are_replayed_on_what_a_service_left_behind(cache, tmp_path):
+    folder = tmp_path / "served"
+    live = write_service(folder, cache)
+    log = prepare(read_log(folder / "decisions.jsonl"), "served")
+    service = ServedService(log, folder, "bundled", tmp_path / "own", lambda words: None)
+    assert service.labels == ("math", "tools") and service.texts.first == live.texts.first
+    assert (service.traffic.drafted_s, service.traffic.plain_s) == (log.traffic.drafted_s, log.traffic.plain_s)
+    order = [log.traffic.labels.index(b) for b in service.labels]
+    assert np.array_equal(service.traffic.tokens, log.traffic.tokens[:, order])
+    told = service.notes()[0]
     assert (
-        service.served[-1].sum() == kept and service.served[5, 1] == 0 < service.served[5, 0] == service.served[-1, 0]
+        told.startswith(f"{100 * service.traffic.tokens.sum() / log.traffic.tokens.sum():.0f}% of the log's tokens")
+        and "100%" not in told
     )
+    rows = np.array([sum(s.num_rows for s in service.texts.train_shards[b]) for b in service.labels])
+    assert np.array_equal(service.served[-1], rows) and service.served[2, 0] == 0 < service.served[2, 1], (
+        "math comes second"
+    )
+    assert service.traffic.rows()[-1] == pytest.approx(np.minimum(rows, service.traffic.tokens.sum(0)), rel=1e-6)
     for label in service.labels:
-        trained, scored = ({s.shard_id for s in part[label]} for part in (ground.train_shards, ground.score_shards))
+        trained, scored = (
+            {s.shard_id for s in part[label]} for part in (service.texts.train_shards, service.texts.score_shards)
+        )
         assert not trained & scored and len(trained | scored) == 40 and len(scored) == 10
     chosen = variants(("never", "always"), {"min_rows": [160], "job_time_limit_s": [600.0]})
-    rows, scenarios, _notes = run_day(chosen, day, num_seeds=1, cache=tmp_path / "own", console=QUIET)
-    never, always = rows
+    options = {"model": "bundled", "num_seeds": 1, "cache": tmp_path / "own", "console": QUIET}
+    (never, always), scenarios, _notes = run_served(chosen, folder, **options)
     assert never["net_s"] == pytest.approx(0.0, abs=1e-6) and always["num_jobs"] >= 1
-    assert scenarios[0]["name"] == "day" and scenarios[0]["settings"]["trainer_price"] == 0.25
+    assert scenarios[0]["name"] == "served" and never["cell"] == "served"
     jobs = kept_jobs(tmp_path / "own")
-    assert jobs and sum(j.train_s for j in jobs) > 0
-    again, _, _ = run_day(chosen, day, num_seeds=1, cache=tmp_path / "own", console=QUIET)
-    assert json.dumps(again) == json.dumps(rows)
-    shutil.rmtree(service_home(day, diary.model_name))
-    with pytest.raises(ConfigError, match="must have captured text"):
-        run_day(chosen, day, num_seeds=1, cache=None, console=QUIET)
-    with pytest.raises(ConfigError, match=r"must hold a run.json"):
-        run_day(chosen, tmp_path, num_seeds=1, cache=None, console=QUIET)
+    assert any(j.status in ("accepted", "learning") for j in jobs) and sum(j.num_rows or 0 for j in jobs) > 0
+    again, _, _ = run_served(chosen, folder, **options)
+    assert json.dumps(again) == json.dumps([never, always])
+
+
+def test_what_no_replay_of_a_service_can_use_is_said(tmp_path, cache):
+    chosen, options = variants(("never",), {}), {"num_seeds": 1, "cache": None, "console": QUIET}
+    with pytest.raises(ConfigError, match=r"--service must be a service's folder"):
+        run_served(chosen, tmp_path, model="bundled", **options)
+    folder = tmp_path / "served"
+    live = write_service(folder, cache)
+    manifest = next((folder / "registry").rglob(f"{live.texts.first}*.json"))
+    text = manifest.read_text()
+    manifest.write_text(text.replace(live.texts.target.version, "0" * 16))
+    with pytest.raises(ConfigError, match="--model must be the service's target, 0000000000000000, got 'bundled'"):
+        run_served(chosen, folder, model="bundled", **options)
+    manifest.write_text(text)
+    shutil.rmtree(folder / TRACES)
+    with pytest.raises(ConfigError, match="must hold 8 or more shards of a class"):
+        run_served(chosen, folder, model="bundled", **options)
 
 
 @pytest.mark.parametrize("num", [8, 9, 40, 500])

@@ -16,7 +16,6 @@ from msgspec import to_builtins
 from msgspec.structs import replace
 from rich.console import Console
 
-from paceline.bench.common.diary import Answer, open_diary
 from paceline.bench.common.result_file import write_json
 from paceline.bench.common.workloads import Prompt
 from paceline.config import PolicyConfig, ServiceConfig
@@ -26,6 +25,7 @@ from paceline.infra.controller.snapshot import LedgerSums, Snapshot
 from paceline.infra.demo import report as demo_report
 from paceline.infra.demo import view as demo_view
 from paceline.infra.demo.day_report import day_dict, day_figure, kind_table, speedup
+from paceline.infra.demo.diary import Answer, open_diary
 from paceline.infra.demo.pools import bucket_pools, fitting_pools, kind_pools
 from paceline.infra.demo.run import DAY_TRACES, DemoOptions, Schedule, demo_config, pools_of, with_history
 from paceline.infra.demo.scenario import (

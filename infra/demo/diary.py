@@ -67,6 +67,11 @@ class Diary:
         """Where the run goes on: the end of its latest answer, in seconds since it began."""
         return max((a.ended for a in self.answers), default=0.0)
 
+    @property
+    def asked_s(self) -> float:
+        """When its latest request was sent, in seconds since it began."""
+        return max((a.ended - a.latency_s for a in self.answers), default=0.0)
+
     def places(self) -> dict[str, set[int]]:
         """Bucket -> the places that were answered."""
         out: dict[str, set[int]] = {}
@@ -100,13 +105,6 @@ def run_seconds(starts: Starts, ts: float) -> float:
     before_s, began = starts[part]
     at_s = before_s + ts - began
     return at_s if part + 1 == len(starts) else min(at_s, starts[part + 1][0])
-
-
-def read_diary(folder: Path) -> Diary:
-    """The diary of a run, whatever its settings; nothing is changed. Raises: ConfigError where there is none."""
-    if not (folder / _RUN).is_file():
-        raise ConfigError(f"the folder of a run of the demo must hold a {_RUN}, got {folder}")
-    return _read(folder, {})
 
 
 @contextmanager
