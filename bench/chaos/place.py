@@ -24,9 +24,10 @@ from paceline.infra.app import Service, run_service, stop_service
 from paceline.infra.controller.snapshot import ReplicaState, Snapshot, parse_state
 from paceline.infra.service.claim import application_name
 from paceline.infra.service.stores import StorePaths
-from paceline.infra.state.layout import DECISIONS, snapshot_name
+from paceline.infra.state.layout import snapshot_name
 from paceline.infra.state.redis_clients import Keys, patient_client
 from paceline.infra.state.redis_server import EmbeddedRedis
+from paceline.paths import DECISIONS
 
 PROCESSES = {
     "replica": "ray::ServeReplica:{application}:engine",

@@ -31,8 +31,7 @@ from paceline.bench.replay.plan import Variant
 from paceline.bench.replay.run import Row
 from paceline.contracts import DrafterManifest
 from paceline.errors import ConfigError
-from paceline.infra.state.layout import DECISIONS
-from paceline.paths import REGISTRY, TRACES, resolve_model
+from paceline.paths import DECISIONS, REGISTRY, TRACES, resolve_model
 
 MAX_SCORED = 48
 """Shards of a class, spread over its time, that say a version's acceptance length there."""

@@ -40,11 +40,12 @@ from paceline.infra.controller.rollout import RolloutState
 from paceline.infra.controller.traffic import GroupTotals, TrafficStats
 from paceline.infra.state.desired import known_desired, queue_desired, queue_log, read_classes
 from paceline.infra.state.formats import FORMAT, upgraded
-from paceline.infra.state.layout import DECISIONS, adopt_state, snapshot_name, unnamed_snapshot
+from paceline.infra.state.layout import adopt_state, snapshot_name, unnamed_snapshot
 from paceline.infra.state.log import ErrorCount, LogFile, stream_newest_first
 from paceline.infra.state.redis_clients import FEEDBACK_GROUP, OUTAGE_ERRORS, Keys, parse_epoch
 from paceline.infra.state.room import Room
 from paceline.machine import Clock
+from paceline.paths import DECISIONS
 
 logger = logging.getLogger(__name__)
 

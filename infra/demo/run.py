@@ -60,9 +60,8 @@ from paceline.infra.demo.scenario import (
 from paceline.infra.demo.stats import DemoStats, own_version_s
 from paceline.infra.service.stop_signals import StopSignals
 from paceline.infra.service.stores import StorePaths, is_adaptive
-from paceline.infra.state.layout import DECISIONS
 from paceline.infra.state.log import LogFile
-from paceline.paths import resolve_model
+from paceline.paths import DECISIONS, resolve_model
 from paceline.records import DataFolder, Drafter, HtmlFile, JsonFile, Model, Setting, record, require
 
 log = logging.getLogger(__name__)

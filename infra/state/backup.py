@@ -28,11 +28,10 @@ from redis.exceptions import RedisError
 from rich.console import Console
 
 from paceline.errors import PacelineError
-from paceline.infra.state.layout import DECISIONS
 from paceline.infra.state.redis_clients import Keys, parse_epoch, patient_client, redact
 from paceline.infra.state.redis_server import EmbeddedRedis
 from paceline.machine import SystemClock
-from paceline.paths import LEARNERS, REGISTRY, TRACES, check_private, keep_private, open_atomic, service_home
+from paceline.paths import DECISIONS, LEARNERS, REGISTRY, TRACES, check_private, keep_private, open_atomic, service_home
 from paceline.records import Setting, record, require
 
 FORMAT = 1

@@ -25,12 +25,11 @@ from paceline.adapt.data.blob_io import check_store
 from paceline.bandit.ledger.totals import fold_entries
 from paceline.contracts import Decision, FeedbackBatch, LedgerEntry, RoundStats, decode, rows_of
 from paceline.errors import PacelineError
-from paceline.infra.state.layout import DECISIONS
 from paceline.infra.state.log import parsed_line
 from paceline.infra.state.redis_clients import Keys, patient_client, redact
 from paceline.infra.state.redis_server import EmbeddedRedis
 from paceline.machine import Clock, SystemClock
-from paceline.paths import TRACES, keep_private, open_folder, service_home
+from paceline.paths import DECISIONS, TRACES, keep_private, open_folder, service_home
 from paceline.records import Setting, record, require
 
 T = TypeVar("T")

@@ -20,11 +20,9 @@ import uuid
 from pathlib import Path
 from urllib.parse import quote
 
-from paceline.paths import REGISTRY, TRACES, make_private
+from paceline.paths import DECISIONS, REGISTRY, TRACES, make_private
 
 logger = logging.getLogger(__name__)
-
-DECISIONS = "decisions.jsonl"
 
 
 def snapshot_name(target_version: str) -> str:

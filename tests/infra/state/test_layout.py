@@ -11,9 +11,9 @@ from paceline.config import ServiceConfig
 from paceline.errors import StateError
 from paceline.infra.service.stores import StorePaths
 from paceline.infra.state.desired import ensure_first_version
-from paceline.infra.state.layout import DECISIONS, adopt_state, prepare_home, snapshot_name
+from paceline.infra.state.layout import adopt_state, prepare_home, snapshot_name
 from paceline.infra.state.redis_clients import Keys
-from paceline.paths import service_home
+from paceline.paths import DECISIONS, service_home
 from tests.helpers.drafters import make_trace
 from tests.helpers.hosts import ledger, make_host, serve_and_stop, settle, stored
 
