@@ -155,6 +155,8 @@ class LoggedService:
     """Device-seconds of making another version live, per replica."""
     holdback_percent: int
     """Share of the hold-back group's tokens."""
+    trainer_price: float
+    """What a second of the trainer was booked at."""
 
     def learned(self) -> Learned:
         """First drafter -> bucket -> rows that it was trained on, from the earliest belief logged while it served."""
@@ -232,7 +234,8 @@ def prepare(log: ServiceLog, name: str) -> LoggedService:
     spent = fold_entries(log.entries).by_kind()
     calm_s = device_s - min(max(spent.get("interference", 0.0), 0.0), 0.9 * device_s)
     drafted_s, plain_s = (seconds * calm_s / device_s for seconds in _round_seconds(cells))
-    during_s = _served_beside_jobs(log)
+    price = _trainer_price(log)
+    during_s = _served_beside_jobs(log, price)
     swaps = [e.seconds for e in log.entries if e.kind == "staging"]
     static, whole = (sum(c.num_tokens for c in cells if c.group in groups) for groups in ((Group.STATIC,), (Group.STATIC, Group.ADAPTIVE)))  # fmt: skip
     rows_share, rows_before = _rows(log.epochs, labels)
@@ -251,7 +254,7 @@ def prepare(log: ServiceLog, name: str) -> LoggedService:
         log=log, scenario=scenario, traffic=traffic, first=first, served=served, fit=fit_gains(log.jobs, best),
         slowdown=min((device_s - calm_s) / during_s, 3.0) if during_s > 0 else SLOWDOWN_PRIOR,
         staging_s=float(np.mean(swaps)) / max(num_replicas, 1) if swaps else STAGING_PRIOR_S,
-        holdback_percent=round(100 * static / whole) if static else 10,
+        holdback_percent=round(100 * static / whole) if static else 10, trainer_price=price,
     )  # fmt: skip
 
 
@@ -266,8 +269,15 @@ def _rows(epochs: Sequence[FeedbackLine], labels: tuple[str, ...]) -> tuple[floa
     return share, tuple(max(begun.get(b, 0) - share * own[b], 0.0) for b in labels)
 
 
-def _served_beside_jobs(log: ServiceLog) -> float:
-    """Device-seconds that serving would have taken without jobs while jobs ran."""
+def _trainer_price(log: ServiceLog) -> float:
+    """What a second of the trainer was booked at; 1 where no job says it."""
+    booked_s = sum(e.seconds for e in log.entries if e.kind in ("training", "shadow"))
+    taken_s = sum(j.result.train_s + j.result.shadow_s for j in log.jobs)
+    return round(booked_s / taken_s, 6) if booked_s > 0 and taken_s > 0 else 1.0
+
+
+def _served_beside_jobs(log: ServiceLog, price: float) -> float:
+    """Device-seconds that serving would have taken without jobs while jobs ran. price: of a second of the trainer."""
     start, end = (np.array([getattr(e, name) for e in log.epochs]) for name in ("start", "end"))  # (E,) each
     device_s = np.array([sum(c.device_s for c in e.cells) for e in log.epochs])
     slow_s, jobs = np.zeros(len(log.epochs)), defaultdict[float, float](float)  # by time of booking
@@ -275,7 +285,7 @@ def _served_beside_jobs(log: ServiceLog) -> float:
         if entry.kind == "interference":
             slow_s[min(int(np.searchsorted(end, entry.ts)), len(end) - 1)] += entry.seconds
         elif entry.kind in ("training", "shadow"):
-            jobs[entry.ts] += entry.seconds  # both are booked when the job ends
+            jobs[entry.ts] += entry.seconds / price  # both are booked when the job ends
     load = np.maximum(device_s - slow_s, 0.1 * device_s) / np.maximum(end - start, 1e-9)
     beside = (np.clip(np.minimum(end, ts) - np.maximum(start, ts - seconds), 0.0, None) for ts, seconds in jobs.items())
     return float(sum(overlap @ load for overlap in beside))
@@ -328,8 +338,10 @@ def logged_outcomes(service: LoggedService, seed: int) -> LoggedOutcomes:
 
 
 def logged_settings(service: LoggedService, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run on a log: its hold-back, and one decision for every epoch, unless `settings` says otherwise."""
-    return {"epoch_s": 0.999 * service.traffic.step_s, "holdback_percent": service.holdback_percent, **settings}
+    """The settings of a run on a log: its hold-back, its trainer's price, and one decision for every epoch, unless `settings` says
+    otherwise."""
+    own = {"holdback_percent": service.holdback_percent, "trainer_price": service.trainer_price}
+    return {"epoch_s": 0.999 * service.traffic.step_s, **own, **settings}
 
 
 def replay_logged(service: LoggedService, policy: str, settings: Mapping[str, Any], seed: int) -> RunResult:

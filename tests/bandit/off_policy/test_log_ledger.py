@@ -16,11 +16,11 @@ from paceline.bandit.replay.world import World, record
 
 
 def _two_phases():
-    """Three replicas whose rounds slow down by 40% during jobs, a third of the tokens traced, 30% held back."""
+    """Three replicas whose rounds slow down by 40% during jobs, a third of the tokens traced, 30% held back, a cheap trainer."""
     table = FamilyWorld(name="two-phases").table(1)
     rounds = dataclasses.replace(table.rounds, slowdown=0.4, staging_s=0.5)
     table = dataclasses.replace(table, num_replicas=3, rows_share=0.3, rounds=rounds)
-    return table.draw(1), "payoff", {"epoch_s": 30.0, "holdback_percent": 30, "bank_s": 200.0, "hysteresis": 1.0}
+    return table.draw(1), "payoff", {"epoch_s": 30.0, "holdback_percent": 30, "bank_s": 200.0, "hysteresis": 1.0, "trainer_price": 0.25}
 
 
 def _failures():
@@ -58,6 +58,7 @@ def test_what_a_log_says_of_its_service_is_what_the_service_was(service):
     prepared, _, world = service
     assert prepared.slowdown == pytest.approx(world.slowdown, rel=0.1)
     assert prepared.staging_s == pytest.approx(world.outcomes.staging_s)
+    assert prepared.trainer_price == pytest.approx(world.config.trainer_price, rel=1e-3)
     assert prepared.holdback_percent == pytest.approx(world.config.holdback_percent, abs=2)
     assert prepared.traffic.rows_share == pytest.approx(world.traffic.rows_share, rel=0.03)
     rows = dict(zip(prepared.traffic.labels, prepared.traffic.rows()[-1], strict=True))
