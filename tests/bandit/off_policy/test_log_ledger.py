@@ -20,7 +20,11 @@ def _two_phases():
     table = FamilyWorld(name="two-phases").table(1)
     rounds = dataclasses.replace(table.rounds, slowdown=0.4, staging_s=0.5)
     table = dataclasses.replace(table, num_replicas=3, rows_share=0.3, rounds=rounds)
-    return table.draw(1), "payoff", {"epoch_s": 30.0, "holdback_percent": 30, "bank_s": 200.0, "hysteresis": 1.0, "trainer_price": 0.25}
+    return (
+        table.draw(1),
+        "payoff",
+        {"epoch_s": 30.0, "holdback_percent": 30, "bank_s": 200.0, "hysteresis": 1.0, "trainer_price": 0.25},
+    )
 
 
 def _failures():
