@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import quote, unquote
 
 from paceline.adapt.data.blob_io import delete_unfinished, open_store, pack_tensors, unpack_tensors, write_atomic
+from paceline.contracts import ArmSpec
 from paceline.errors import TraceError
 from paceline.machine import Clock, SystemClock
 from paceline.serving.sampling.request import RequestTrace
@@ -62,6 +63,17 @@ def newest(shards: Sequence[ShardInfo], num_rows: float) -> list[ShardInfo]:
         out.append(shard)
         total += shard.num_rows
     return out[::-1]
+
+
+def handed_over(
+    arm: ArmSpec, own: Sequence[ShardInfo], others: Sequence[Sequence[ShardInfo]]
+) -> tuple[list[ShardInfo], list[ShardInfo]]:
+    """(shards of the class, shards of other classes to rehearse) of a burst, out of all that there are, oldest first.
+
+    Twice the arm's rows of each, since the learner may have read part of them.
+    """
+    share = 2 * int(arm.num_rows * arm.rehearsal_share / max(1, len(others))) + 1
+    return newest(own, 2 * arm.num_rows), [s for shards in others for s in newest(shards, share)]
 
 
 def _quote(text: str) -> str:

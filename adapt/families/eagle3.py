@@ -191,10 +191,8 @@ def make_config(target: TargetHandle, shape: TargetShape, recipe: DrafterRecipe)
 
 
 def update_loss(model: EagleModel, trains_backbone: bool) -> EagleLossConfig:
-    """As many steps as the drafter was trained with, and every row teaches calibration, where rows are cheap."""
-    if not trains_backbone:
-        return EagleLossConfig(num_steps=model.config.num_steps, side_share=1.0)
-    return follow_reach(EagleLossConfig(), (), model.config)
+    """As many steps as the drafter was trained with; every row teaches calibration where rows are cheap."""
+    return EagleLossConfig(num_steps=model.config.num_steps, side_share=0.25 if trains_backbone else 1.0)
 
 
 def follow_reach(config: EagleLossConfig, reach: Sequence[float], shape: EagleConfig) -> EagleLossConfig:

@@ -140,6 +140,11 @@ def num_reached(reach: Sequence[float], num_slots: int) -> int:
     return min(max(MIN_LEARNED, num), num_slots)
 
 
+def at_least(histogram: torch.Tensor) -> torch.Tensor:
+    """(S + 1,) how many are 0 or more, 1 or more, ..., S or more, of a histogram over 0..S."""
+    return histogram.flip(0).cumsum(0).flip(0)
+
+
 def leave_out(config: Settings, names: Sequence[str], parts: Mapping[str, str]) -> Settings:
     """These settings with the fields of these parts False, where they have them. parts: as TrainingFamily.parts."""
     own = {f.name for f in dataclasses.fields(config)}
@@ -151,7 +156,7 @@ def summarise(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
     out = {"nll": float(sums["nll1"] / sums["rows"].clamp_min(1))}
     block = 1
     while (histogram := sums.get(f"correct{block}")) is not None:
-        reached = histogram.flip(0).cumsum(0).flip(0) / histogram.sum().clamp_min(1)
+        reached = at_least(histogram) / histogram.sum().clamp_min(1)
         out |= {f"block{block}_slot{s}": float(reached[s + 1]) for s in range(len(reached) - 1)}
         block += 1
     return out

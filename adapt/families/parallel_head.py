@@ -341,10 +341,9 @@ def _family(serving: DrafterFamily) -> TrainingFamily:
         )
 
     def update_loss(model: ParallelHeadModel, trains_backbone: bool) -> ParallelLossConfig:
-        """Logged rows are few, so every one of them is an anchor. Without the backbone all teach the calibration, in all slots."""
-        if not trains_backbone:
-            return dataclasses.replace(loss, num_anchors=None, calibration_share=1.0)
-        return follow_reach(dataclasses.replace(loss, num_anchors=None), (), model.config)
+        """Logged rows are few, so every one of them is an anchor; without the backbone, all teach the calibration."""
+        share = loss.calibration_share if trains_backbone else 1.0
+        return dataclasses.replace(loss, num_anchors=None, calibration_share=share)
 
     return TrainingFamily(
         serving=serving,

@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from paceline.adapt.data.learning_text import count_rows, request_digest
+from paceline.adapt.families.family import at_least
 from paceline.adapt.families.low_rank import add_factors
 from paceline.adapt.families.target_handle import TargetTables
 from paceline.adapt.families.training import StepReport, TrainingRun, training_family, wants_autocast
@@ -108,7 +109,8 @@ class Learner:
         )
         self._reached: list[tuple[float, float]] = []
         """Of slot 1, 2, ...: (rows whose slots before it were all right, rows in all) of the newest steps that could tell."""
-        self._has_reach = trains_backbone and self._run.family.follow_reach is not None
+        self._follow_reach = self._run.family.follow_reach if trains_backbone else None
+        self._choose_slots([])
         self._seed, self._base_step = seed, 0
         self._trained = {name: model.get_parameter(name) for name in names}
         self._mean = {name: p.detach().clone() for name, p in self._trained.items()}
@@ -169,9 +171,9 @@ class Learner:
 
     def _follow(self, correct: torch.Tensor) -> None:
         """Have the next steps learn the slots that rows of the class reach; a slot that they hardly reach costs as much as any."""
-        if not self._has_reach:
+        if self._follow_reach is None:
             return
-        right = correct.flip(0).cumsum(0).flip(0).tolist()
+        right = at_least(correct).tolist()
         self._reached += [(0.0, 0.0)] * (len(right) - len(self._reached))
         kept = 1.0 - 1.0 / AVERAGED_STEPS
         told = [(kept * a + new, kept * b + right[0]) for (a, b), new in zip(self._reached, right, strict=False)]
@@ -179,9 +181,9 @@ class Learner:
 
     def _choose_slots(self, reached: list[tuple[float, float]]) -> None:
         self._reached = reached
-        reach = [a / max(b, 1e-9) for a, b in reached]
-        if (follow := self._run.family.follow_reach) is not None and self._has_reach:
-            self._run.loss = follow(self._run.loss, reach, self.model.config)
+        if self._follow_reach is not None:
+            reach = [a / max(b, 1e-9) for a, b in reached]
+            self._run.loss = self._follow_reach(self._run.loss, reach, self.model.config)
 
     def snapshot(self) -> dict[str, torch.Tensor]:
         """What would serve: all weights, the trained ones as the mean of the newest steps; shared, where they are not a

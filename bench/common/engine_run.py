@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from paceline.bench.common.workloads import has_template
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError
 from paceline.paths import TEXT_DRAFTERS, resolve_drafter, resolve_model
@@ -81,8 +82,7 @@ def build_engine(target: TargetModel, drafter: Drafter | None, config: EngineCon
 
 def encode(target: TargetModel, text: str) -> list[int]:
     """Token ids of a prompt, with the tokens that the tokenizer puts around a text where no chat template has written them."""
-    is_raw = not getattr(target.tokenizer, "chat_template", None)
-    return list(target.tokenizer(text, add_special_tokens=is_raw)["input_ids"])
+    return list(target.tokenizer(text, add_special_tokens=not has_template(target.tokenizer))["input_ids"])
 
 
 def set_threads(num_threads: int | None) -> None:

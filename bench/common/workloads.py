@@ -73,12 +73,17 @@ def load_prompts(bucket: str, data: Path | None, count: int, seed: int = 0) -> l
     return out[:count]
 
 
+def has_template(tokenizer: Any) -> bool:
+    """Whether a model is asked through a chat template, which writes the special tokens itself."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
 def asked_text(prompt: str, tokenizer: Any) -> str:
     """A prompt as a model is asked: the model's chat template stands for turn marks that its tokenizer does not know."""
     from paceline.adapt.data import corpus
     from paceline.adapt.data.regenerate import has_marks
 
-    if not getattr(tokenizer, "chat_template", None) or has_marks(tokenizer):
+    if not has_template(tokenizer) or has_marks(tokenizer):
         return prompt
     turns, given = corpus.messages(prompt), ""
     if turns[-1]["role"] == "assistant":
@@ -116,7 +121,7 @@ def question_text(question: Question, tokenizer: Any) -> str:
     if question.is_completion:
         return asked_text(question.turns[0], tokenizer) if corpus.USER in question.turns[0] else question.turns[0]
     messages = question.messages or (("user", question.turns[0]),)
-    if not getattr(tokenizer, "chat_template", None):
+    if not has_template(tokenizer):
         return "".join(f"{role}: {text}\n" for role, text in messages) + "assistant:"
     chat = [{"role": role, "content": text} for role, text in messages]
     return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))

@@ -26,7 +26,7 @@ from rich.console import Console
 
 from paceline.adapt.data.learning_text import ShardReader
 from paceline.adapt.data.regenerate import Regenerator
-from paceline.adapt.data.trace_store import ShardInfo, TraceStore, newest
+from paceline.adapt.data.trace_store import ShardInfo, TraceStore, handed_over
 from paceline.adapt.families.target_handle import TargetHandle
 from paceline.adapt.gate.shadow import shadow_scores
 from paceline.adapt.online.learner_store import LearnerStore
@@ -240,24 +240,23 @@ class LiveOutcomes:
         length = sum(s.num_tokens for s in scores) / max(sum(s.num_rounds for s in scores), 1)
         return {"acceptance_length": length, "num_requests": len(scores)}
 
-    def _seen(self, bucket: str, step: int, num_rows: int) -> list[str]:
-        """The newest shards of a bucket that hold so many of the rows served up to a step; a bucket that came round again has them
-        all."""
+    def _seen(self, bucket: str, step: int) -> list[ShardInfo]:
+        """Shards of a bucket whose rows were served up to a step; a bucket that came round again has them all."""
         rows = float(self.served[step, self.labels.index(bucket)])
-        out, total = [], 0
+        out: list[ShardInfo] = []
+        total = 0
         for shard in self.texts.train_shards[bucket]:
             total += shard.num_rows
             if total > rows:
                 break
             out.append(shard)
-        return [s.shard_id for s in newest(out, num_rows)]
+        return out
 
     def train(self, order: TrainOrder) -> TrainTruth:
         base = self.names[order.base]
-        arm, others = order.arm, [b for b in self.labels if b != order.bucket]
-        shards = self._seen(order.bucket, order.step, 2 * arm.num_rows)  # as the controller hands text over
-        share = 2 * int(arm.num_rows * arm.rehearsal_share / max(1, len(others))) + 1
-        rehearsal = [s for b in others for s in self._seen(b, order.step, share)]
+        others = [self._seen(b, order.step) for b in self.labels if b != order.bucket]
+        handed = handed_over(order.arm, self._seen(order.bucket, order.step), others)
+        shards, rehearsal = ([s.shard_id for s in part] for part in handed)
         chain = (base, order.bucket, order.arm.parameters)
         previous = self._chains.get(chain) or self._makers.get(base, "")
         facts = [base, order.bucket, msgspec.to_builtins(order.arm), len(shards), len(rehearsal), round(order.time_limit_s), round(order.min_gain, 3), msgspec.to_builtins(order.plan), previous, self.texts.text_id]  # fmt: skip
@@ -397,7 +396,7 @@ class LiveService:
     """Target, texts, drafter registry and round times of a live replay."""
 
     def __init__(self, config: LiveConfig, data: Path | None, cache: Path, say: Say) -> None:
-        self.config, self.cache, self.say = config, cache, say
+        self.config = config
         say("loading the target")
         target = load_target("bundled")
         handle = TargetHandle(

@@ -24,6 +24,7 @@ from paceline.adapt.families.target_handle import TargetHandle, load_target_hand
 from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.bandit.controller.decision_log import read_log
 from paceline.bandit.replay.logged import LoggedService, logged_settings, prepare
+from paceline.bandit.replay.scenario import Traffic
 from paceline.bandit.replay.simulate import policy_config
 from paceline.bandit.replay.world import World
 from paceline.bench.replay.live import LiveOutcomes, LiveTexts, Say, run_trained
@@ -32,6 +33,7 @@ from paceline.bench.replay.run import Row
 from paceline.contracts import DrafterManifest
 from paceline.errors import ConfigError
 from paceline.paths import DECISIONS, REGISTRY, TRACES, resolve_model
+from paceline.serving.target_model.int8 import served_version
 
 MAX_SCORED = 48
 """Shards of a class, spread over its time, that say a version's acceptance length there."""
@@ -86,9 +88,9 @@ class ServedService:
             target_version=first.target_version,
         )  # fmt: skip
         names = sorted(s.shard_id for infos in shards.values() for s in infos)
-        self.log, self.labels = log, tuple(parts)
+        self.log = log
         self.texts = LiveTexts(
-            labels=self.labels, store=store, train_shards={b: p[0] for b, p in parts.items()},
+            labels=tuple(parts), store=store, train_shards={b: p[0] for b, p in parts.items()},
             score_shards={b: p[1] for b, p in parts.items()}, target=target, registry=own, first=first.version, learned={},
             text_id=hashlib.sha256(json.dumps([log.log.digest, names]).encode()).hexdigest()[:12], cache=cache, say=say,
         )  # fmt: skip
@@ -100,9 +102,9 @@ class ServedService:
         outcomes = LiveOutcomes(self.texts, self.served, self.log.staging_s)
         return msgspec.to_builtins(World(self.traffic, outcomes, policy, seed=order, slowdown=self.log.slowdown).run())
 
-    def _traffic(self) -> tuple[Any, np.ndarray]:
+    def _traffic(self) -> tuple[Traffic, np.ndarray]:
         """The log's traffic of the classes that have text, and the rows of those that may be trained on, up to each step (T, D)."""
-        whole, labels = self.log.traffic, self.labels
+        whole, labels = self.log.traffic, self.texts.labels
         tokens = whole.tokens[:, [whole.labels.index(b) for b in labels]]
         rows = np.zeros_like(tokens)
         for d, label in enumerate(labels):
@@ -116,7 +118,7 @@ class ServedService:
         """What a reader must know about the result."""
         t, whole = self.traffic, self.log.traffic.tokens.sum()
         return [
-            f"{100 * t.tokens.sum() / whole:.0f}% of the log's tokens are replayed: those of {len(self.labels)} classes with captured text; "
+            f"{100 * t.tokens.sum() / whole:.0f}% of the log's tokens are replayed: those of {len(t.labels)} classes with captured text; "
             "a class whose number another kind of text took over counts as one",
             f"round time {1000 * t.drafted_s:.2f} ms with a draft, {1000 * t.plain_s:.2f} ms without: the log's; acceptance by exact "
             "replay on shards that nobody trains on",
@@ -127,11 +129,9 @@ class ServedService:
 def _target(model: str, first: DrafterManifest) -> TargetHandle:
     """The target as that drafter reads it, in 8 bits if that is the one that it was trained for."""
     device, taps = "cuda" if torch.cuda.is_available() else "cpu", first.config.get("tap_layers")
-    found = [
-        load_target_handle(resolve_model(model), device=device, tap_layers=taps, dtype=dtype)
-        for dtype in ("auto", "int8")
-    ]
-    return next((t for t in found if t.version == first.target_version), found[0])
+    target = load_target_handle(resolve_model(model), device=device, tap_layers=taps)
+    rounded = served_version(target.version, "int8")
+    return dataclasses.replace(target, version=rounded) if first.target_version == rounded else target
 
 
 def split(infos: Sequence[ShardInfo]) -> tuple[list[ShardInfo], list[ShardInfo]]:

@@ -21,7 +21,7 @@ import msgspec
 import redis
 from redis.exceptions import RedisError, WatchError
 
-from paceline.adapt.data.trace_store import newest
+from paceline.adapt.data.trace_store import handed_over, newest
 from paceline.adapt.versions.lifecycle import DrafterStatus
 from paceline.bandit.controller.state import JobOutcome
 from paceline.config import PolicyConfig
@@ -490,12 +490,12 @@ def order_job(
     for bucket, num_rows in decision.context.get("usable_rows", {}).items():
         present[bucket] = newest(present.get(bucket, []), num_rows)
     of_now = {s.shard_id for found in present.values() for s in found}
-    own = newest([s for s in shards if s.shard_id in of_now], 2 * arm.num_rows)
+    others = sorted({s.bucket for s in shards} - together)
+    own, rehearsal = handed_over(
+        arm, [s for s in shards if s.shard_id in of_now], [[s for s in shards if s.bucket == b] for b in others]
+    )
     if not own:
         return None
-    others = sorted({s.bucket for s in shards} - together)
-    share = 2 * int(arm.num_rows * arm.rehearsal_share / max(1, len(others))) + 1
-    rehearsal = [s for b in others for s in newest([x for x in shards if x.bucket == b], share)]
     base = desired.version_of(decision.bucket)
     text = "\n".join((str(decision.decision_id), base, decision.bucket, arm.name, str(arm.num_rows), own[-1].shard_id))
     limit_s = float(decision.context.get("time_limit_s") or policy.job_time_limit_s)

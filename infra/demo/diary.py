@@ -141,7 +141,6 @@ def _read(folder: Path, settings: dict[str, Any]) -> Diary:
                 f"--{name.replace('_', '-')} must be that of the run in {folder}, {known.get(name)!r}, got {value!r}; give "
                 "--data-dir another folder for another run"
             )
-    diary.settings = known
     diary.answers, diary.failures = _lines(folder / _ANSWERS, Answer), _lines(folder / _FAILURES, str)
     return diary
 

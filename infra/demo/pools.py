@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from paceline.bench.common.workloads import Prompt, asked_text, prompt_pool, question_text, read_questions
+from paceline.bench.common.workloads import Prompt, asked_text, has_template, prompt_pool, question_text, read_questions
 from paceline.records import require
 
 NUM_KINDS = 8
@@ -46,13 +46,12 @@ def kind_pools(kinds: Sequence[str], data: Path | None, tokenizer: Any) -> Pools
     }
 
 
-def fitting_pools(pools: Pools, tokenizer: Any, room: int, *, adds_special_tokens: bool) -> Pools:
+def fitting_pools(pools: Pools, tokenizer: Any, room: int) -> Pools:
     """The prompts of at most `room` tokens. Raises: ConfigError where a bucket has none."""
     out = {}
     for bucket, prompts in pools.items():
-        lengths = (
-            tokenizer([p.text for p in prompts], add_special_tokens=adds_special_tokens)["input_ids"] if prompts else []
-        )
+        texts, is_raw = [p.text for p in prompts], not has_template(tokenizer)
+        lengths = tokenizer(texts, add_special_tokens=is_raw)["input_ids"] if texts else []
         out[bucket] = [p for p, ids in zip(prompts, lengths, strict=True) if len(ids) <= room]
         require(
             bool(out[bucket]),
@@ -60,11 +59,6 @@ def fitting_pools(pools: Pools, tokenizer: Any, room: int, *, adds_special_token
             len(prompts),
         )
     return out
-
-
-def has_template(tokenizer: Any) -> bool:
-    """Whether prompts are asked through a chat template, which writes the special tokens itself."""
-    return bool(getattr(tokenizer, "chat_template", None))
 
 
 def _rendered(render: Callable[[Any, Any], str], what: Any, tokenizer: Any) -> str | None:

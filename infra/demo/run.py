@@ -28,6 +28,7 @@ from rich.live import Live
 from paceline.bench.common.lossless import LosslessChecker, LosslessReport
 from paceline.bench.common.padded import TARGET_NAME, copy_drafter, pad_target
 from paceline.bench.common.result_file import write_json
+from paceline.bench.common.workloads import has_template
 from paceline.config import (
     POLICIES,
     POLICY_HELP,
@@ -46,7 +47,7 @@ from paceline.infra.demo import view as demo_view
 from paceline.infra.demo.client import MAX_TOKENS, DemoClient
 from paceline.infra.demo.day_report import day_dict, kind_table
 from paceline.infra.demo.diary import Answer, Diary, Starts, open_diary, run_seconds
-from paceline.infra.demo.pools import NUM_KINDS, Pools, bucket_pools, fitting_pools, has_template, kind_pools
+from paceline.infra.demo.pools import NUM_KINDS, Pools, bucket_pools, fitting_pools, kind_pools
 from paceline.infra.demo.scenario import (
     DAY_GROUPS,
     GROUP_PATTERN,
@@ -417,13 +418,11 @@ def run_demo(options: DemoOptions, console: Console) -> dict:
     drafter = config.drafter
     with console.status("reading the prompts"):
         tokenizer = open_checkpoint(resolve_model(options.model)).tokenizer()
-        pools, is_templated = pools_of(options, tokenizer), has_template(tokenizer)
+        pools, is_raw = pools_of(options, tokenizer), not has_template(tokenizer)
     settings, has_kinds = options.settings(), options.scenario == "day"
     options = replace(options, kinds=tuple(pools) if has_kinds else ())
-    with (
-        contextlib.ExitStack() as stack,
-        StopSignals() as signals,
-    ):  # SIGTERM stops like Ctrl-C: what was begun is cleaned up
+    # SIGTERM stops like Ctrl-C: what was begun is cleaned up
+    with contextlib.ExitStack() as stack, StopSignals() as signals:
         data_dir = options.data_dir
         if data_dir is None:
             data_dir = Path(tempfile.mkdtemp(prefix="paceline-demo-"))
@@ -446,12 +445,12 @@ def run_demo(options: DemoOptions, console: Console) -> dict:
             url = service.url
             monitor = DemoClient(url, config.model_name, time.monotonic())
             room = monitor.context_tokens() - MAX_TOKENS
-            pools = fitting_pools(pools, tokenizer, room, adds_special_tokens=not is_templated)
+            pools = fitting_pools(pools, tokenizer, room)
             diary.begin(time.time())
             schedule = Schedule(options, pools, starts=diary.starts, sent=diary.places())
 
             def client() -> DemoClient:
-                return DemoClient(url, config.model_name, schedule.began, adds_special_tokens=not is_templated)
+                return DemoClient(url, config.model_name, schedule.began, adds_special_tokens=is_raw)
 
             drive(client, schedule, options, console, stats, signals, diary)
             with console.status("waiting for the last statistics"):

@@ -338,7 +338,9 @@ def test_the_first_slots_alone_are_what_they_are_among_all(is_causal, num):
 
 
 def test_slots_learn_online_that_one_anchor_in_ten_reaches():
-    shape, loss = tiny_head(num_slots=6).config, training_family("jetspec").update_loss(tiny_head(num_slots=6), True)
+    shape, whole = tiny_head(num_slots=6).config, training_family("jetspec").update_loss(tiny_head(num_slots=6), True)
+    assert whole.num_learned_slots is None, "a job of epochs has no reach to follow"
+    loss = follow_reach(whole, (), shape)
     assert loss.num_learned_slots == 2, "the edge correction begins at the second"
     for reach, num in (
         ([1.0, 0.4, 0.1, 0.09, 0.02, 0.0], 3),

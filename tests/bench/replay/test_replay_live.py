@@ -95,21 +95,21 @@ def test_policies_are_replayed_on_what_a_service_left_behind(cache, tmp_path):
     live = write_service(folder, cache)
     log = prepare(read_log(folder / "decisions.jsonl"), "served")
     service = ServedService(log, folder, "bundled", tmp_path / "own", lambda words: None)
-    assert service.labels == ("math", "tools") and service.texts.first == live.texts.first
+    assert service.texts.labels == ("math", "tools") and service.texts.first == live.texts.first
     assert (service.traffic.drafted_s, service.traffic.plain_s) == (log.traffic.drafted_s, log.traffic.plain_s)
-    order = [log.traffic.labels.index(b) for b in service.labels]
+    order = [log.traffic.labels.index(b) for b in service.texts.labels]
     assert np.array_equal(service.traffic.tokens, log.traffic.tokens[:, order])
     told = service.notes()[0]
     assert (
         told.startswith(f"{100 * service.traffic.tokens.sum() / log.traffic.tokens.sum():.0f}% of the log's tokens")
         and "100%" not in told
     )
-    rows = np.array([sum(s.num_rows for s in service.texts.train_shards[b]) for b in service.labels])
+    rows = np.array([sum(s.num_rows for s in service.texts.train_shards[b]) for b in service.texts.labels])
     assert np.array_equal(service.served[-1], rows) and service.served[2, 0] == 0 < service.served[2, 1], (
         "math comes second"
     )
     assert service.traffic.rows()[-1] == pytest.approx(np.minimum(rows, service.traffic.tokens.sum(0)), rel=1e-6)
-    for label in service.labels:
+    for label in service.texts.labels:
         trained, scored = (
             {s.shard_id for s in part[label]} for part in (service.texts.train_shards, service.texts.score_shards)
         )

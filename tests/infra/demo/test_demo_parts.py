@@ -231,13 +231,13 @@ def test_the_prompts_of_a_day_are_those_that_the_model_can_be_asked(tmp_path):
     pools = kind_pools((), tmp_path, Template())
     assert [*pools] == ["mine", "talks"]
     assert [p.text for p in pools["talks"]] == ["<user> Hi <user> Ho <assistant>"]
-    room = fitting_pools(pools, Template(), 5, adds_special_tokens=False)
+    room = fitting_pools(pools, Template(), 5)
     assert [p.text for p in room["mine"]] == [f"<user> Say {'very ' * i}little <assistant>" for i in range(2)] + [
         "<user> Twice <assistant>"
     ] * 2
     for room in (1, 4):
         with pytest.raises(ConfigError, match=r"must fit the model"):
-            fitting_pools(pools, Template(), room, adds_special_tokens=False)
+            fitting_pools(pools, Template(), room)
     for kinds, words in (
         (("mine", "chess"), "must be of mine, talks, got 'chess'"),
         (("mine", "mine"), "two or more, and different"),

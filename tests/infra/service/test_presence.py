@@ -77,13 +77,19 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return said
 
 
-def test_a_request_is_refused_by_what_is_so_and_not_by_what_was(
-    monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None], looked: SimpleNamespace
-) -> None:
+def rarely_looking(monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None]) -> presence.Presence:
+    """One that knows by its first look that no replica is there, and looks by itself after 5 s only."""
     monkeypatch.setattr(presence, "EVERY_S", 5.0)
     found = presence.Presence().start()
     found._wake.set()
     wait_until(lambda: found._was_gone("/v1/models"))
+    return found
+
+
+def test_a_request_is_refused_by_what_is_so_and_not_by_what_was(
+    monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None], looked: SimpleNamespace
+) -> None:
+    found = rarely_looking(monkeypatch, wait_until)
     looked.is_gone = False
     assert not asyncio.run(found.is_gone("/v1/models")) and asyncio.run(found.is_gone("/other/v1"))
     assert not asyncio.run(found.is_gone("/v1/models"))
@@ -94,10 +100,7 @@ def test_a_request_is_refused_by_what_is_so_and_not_by_what_was(
 def test_a_thousand_requests_at_once_want_few_looks(
     monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None], looked: SimpleNamespace
 ) -> None:
-    monkeypatch.setattr(presence, "EVERY_S", 5.0)
-    found = presence.Presence().start()
-    found._wake.set()
-    wait_until(lambda: found._was_gone("/"))
+    found = rarely_looking(monkeypatch, wait_until)
 
     async def ask() -> list[bool]:
         return await asyncio.gather(*(found.is_gone("/v1") for _ in range(1000)))
