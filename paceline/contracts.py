@@ -95,7 +95,7 @@ class SizeSums(msgspec.Struct, array_like=True, gc=False):
     plain_tokens: Count = 0
     """Those of the rounds without a draft."""
     draft_ratio: Amount = 0.0
-    """Plain rounds that a drafted one would take, by the engine's cost tables; 0 = not told, as where rounds were drafted."""
+    """Plain rounds that a drafted one would take, by the engine's cost tables; 0 = not told, as where all were drafted."""
 
 
 class RequestSums(msgspec.Struct, array_like=True, gc=False):

@@ -20,8 +20,6 @@ FULL_REQUESTS, FULL_S = 20.0, 60.0
 """Requests, or seconds, of an epoch that earn it this weight; of less, fewer: a handful of requests says little."""
 ACTIVE_SHARE = 0.02
 """Share of the load below which a bucket does not count."""
-MANY_ROUNDS = 8.0
-"""Drafted rounds whose mean replaces the last known price: the few of a probe are dearer than rounds that go on."""
 PLAIN_SHARE = 0.2
 """Share of undrafted rounds above which their cost is taken as the price of not drafting."""
 
@@ -136,14 +134,11 @@ class BucketMeter(msgspec.Struct):
     load: float = 0.0
     seconds: float = 0.0
     tokens: float = 0.0
-    drafted_s: float = 0.0
     drafted_rounds: float = 0.0
     plain_s: float = 0.0
     plain_tokens: float = 0.0
     rounds: float = 0.0
     num_epochs: int = 0
-    last_round_s: float | None = None
-    """What a drafted round cost when more than a handful were known last."""
 
     def update(self, observation: BucketObservation | None, weight: float = FAST) -> None:
         """Fold one epoch; None = no traffic in this bucket; weight = epoch_weight of all traffic."""
@@ -154,7 +149,7 @@ class BucketMeter(msgspec.Struct):
         self.load = load if first else (1 - steady) * self.load + steady * load
         if observation is None or not observation.stats:
             return
-        for name in ("seconds", "tokens", "drafted_s", "drafted_rounds", "plain_s", "plain_tokens", "rounds"):
+        for name in ("seconds", "tokens", "drafted_rounds", "plain_s", "plain_tokens", "rounds"):
             setattr(self, name, getattr(self, name) * (1 - weight))
         for s in observation.stats:
             if not speculative(s):
@@ -162,21 +157,13 @@ class BucketMeter(msgspec.Struct):
             if s.group == Group.ADAPTIVE:
                 self.seconds += s.device_s
                 self.tokens += s.num_tokens
-            self.drafted_s += s.drafted_s
             self.drafted_rounds += s.drafted_rounds
             self.plain_s += s.plain_s
             self.plain_tokens += s.plain_tokens
             self.rounds += s.num_rounds
-        self.last_round_s = self.round_s()
 
     def time_per_token_s(self) -> float | None:
         return self.seconds / self.tokens if self.tokens > 0 else None
-
-    def round_s(self) -> float | None:
-        """Of the rounds that were drafted last, however long ago: where drafting does not pay now, a better drafter's
-        worth hangs on it."""
-        least = 1.0 if self.last_round_s is None else MANY_ROUNDS
-        return self.drafted_s / self.drafted_rounds if self.drafted_rounds >= least else self.last_round_s
 
     def plain_token_s(self) -> float | None:
         undrafted = self.rounds - self.drafted_rounds

@@ -185,7 +185,7 @@ def bucket_beliefs(state: ControllerState, config: PolicyConfig, context: HostCo
     for name in sorted(state.meters):
         meter = state.meters[name]
         version = context.version_of(name)
-        token_s, round_s = meter.time_per_token_s(), meter.round_s() or state.round_costs.round_s(name)
+        token_s, round_s = meter.time_per_token_s(), state.round_costs.round_s(name)
         if token_s is None or round_s is None:
             continue
         seen, undrafted = state.table.estimate(name, version), _undrafted_length(round_s, meter.plain_token_s())

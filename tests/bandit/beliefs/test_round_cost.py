@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.bandit.beliefs.belief import BatchCost
-from paceline.bandit.beliefs.round_cost import RoundCosts, size_class
+from paceline.bandit.beliefs.round_cost import FORETOLD_ROUNDS, RoundCosts, size_class
 from paceline.contracts import CellSums, FeedbackSums, RequestSums, SizeSums
 from tests.helpers.feedback import sums_of
 from tests.helpers.views import make_belief
@@ -80,23 +80,31 @@ def _plain_sums(draft_ratio: float, num_rounds: int = 40) -> FeedbackSums:
     return FeedbackSums(cells=[cell])
 
 
-def test_rounds_that_nobody_drafted_have_the_price_that_the_engines_foretell_until_enough_were_drafted():
+def test_rounds_that_nobody_drafted_count_with_the_price_that_the_engines_foretell():
     costs = RoundCosts()
     costs.fold(_plain_sums(0.0))
     assert costs.round_s("a") is None and costs.batches("a")[0].round_s is None  # nobody told
     costs.fold(_plain_sums(1.5))
     assert costs.round_s("a") == pytest.approx(0.0075) and costs.batches("a")[0].plain_token_s == pytest.approx(0.005)
-    for _ in range(3):  # what is foretold is not remembered as seen
-        costs.fade(30.0)
-        costs.fold(_plain_sums(2.0))
-    assert costs.round_s("a") == pytest.approx(0.010)
     costs.fold(_plain_sums(0.0))  # a replica that tells nothing takes nothing back
+    assert costs.round_s("a") == pytest.approx(0.0075)
+    costs.fold(_plain_sums(2.5))  # 40 rounds at 7.5 ms, 40 at 12.5
     assert costs.round_s("a") == pytest.approx(0.010)
-    costs.fold(sums_of(_rows(4, 12.0)))
-    assert costs.round_s("a") == pytest.approx(0.012)
+    costs.fold(sums_of(_rows(4, 30.0)))  # the 20 of a probe weigh no more than that
+    assert costs.round_s("a") == pytest.approx(0.014)
     costs.fade(1e6)
     costs.fold(_plain_sums(2.0))
-    assert costs.round_s("a") == pytest.approx(0.012) and costs.round_s("b") is None
+    assert costs.round_s("a") == pytest.approx(0.010) and costs.round_s("b") is None
+
+
+@pytest.mark.parametrize("num_drafted", [300, 3000])
+def test_many_drafted_rounds_outweigh_what_is_foretold_and_few_do_not(num_drafted):
+    """Seen at 10 ms, foretold at 7.5; whatever the number of plain rounds that it is foretold of."""
+    costs = RoundCosts()
+    costs.fold(_plain_sums(1.5, num_rounds=100_000))
+    costs.fold(sums_of(_rows(4, 10.0, count=num_drafted)))
+    share = num_drafted / (num_drafted + FORETOLD_ROUNDS)
+    assert costs.round_s("a") == pytest.approx(0.0075 + 0.0025 * share)
 
 
 def test_summed_feedback_counts_like_rows():

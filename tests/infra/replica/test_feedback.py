@@ -55,17 +55,17 @@ def test_rows_travel_beside_their_sums_only_where_they_are_kept(shared_redis, cl
     assert rows is not None and rows.round_index == [3, 4] and rows.verify_ms == [6.0, 6.0]
 
 
-def test_the_price_of_drafting_is_told_where_a_version_was_there_and_nobody_drafted(shared_redis, client, keys):
+def test_the_price_of_drafting_is_told_where_a_version_was_there_and_rounds_went_without_it(shared_redis, client, keys):
     pub = publisher(shared_redis.url, keys)
     pub.draft_ratio = lambda num_requests: 1.0 + num_requests / 8
-    for version, size, num_drafts in [("v0", 1, 4), ("v0", 1, 0), ("v0", 4, 0), ("", 2, 0)]:
+    for version, size, num_drafts in [("v0", 1, 4), ("v0", 1, 0), ("v0", 4, 0), ("v0", 3, 4), ("", 2, 0)]:
         pub.record_rounds(
             round_rows([(*trial_row("q", version, drafts=num_drafts)[:9], size, *trial_row("q", "")[10:])])
         )
     assert pub.flush()
     (batch,) = batches(client, keys)
     told = {(c.version, size): sums.draft_ratio for c in batch.cells for size, sums in c.sizes.items()}
-    assert told == {("v0", 1): 0.0, ("v0", 4): 1.5, ("", 2): 0.0}
+    assert told == {("v0", 1): 1.125, ("v0", 4): 1.5, ("v0", 3): 0.0, ("", 2): 0.0}
 
 
 def test_thread_publishes_within_the_interval(shared_redis, client, keys, wait_until):
