@@ -17,7 +17,8 @@ MIN_ROUNDS = 12
 SCORE_SD = 0.3
 """Relative spread of a request's replay score."""
 MANIFEST_REQUESTS = 8
-"""Weight, in requests, of a replay score that only a manifest tells: its text may have changed since."""
+"""Weight, in requests, of a replay score of text that may have changed since: one that a manifest tells, or that others have
+outdated."""
 
 
 class Score(msgspec.Struct):
@@ -64,9 +65,23 @@ class ScoreTable(msgspec.Struct):
         own = [s for s in (result.incumbent, result.first, result.candidate) if s is not None]
         refused = result.candidate.version if result.candidate is not None and result.status != "accepted" else None
         for where, shadows in [(bucket, own), *result.elsewhere.items()]:
-            for shadow in shadows:
-                if shadow.acceptance_length > 0 and shadow.version != refused:
-                    self.set_shadow(where, shadow.version, shadow.acceptance_length, shadow.num_requests)
+            known = {s.version: s for s in shadows if s.acceptance_length > 0 and s.version != refused}
+            self._carry_over(where, {v: s.acceptance_length for v, s in known.items()})
+            for version, shadow in known.items():
+                self.set_shadow(where, version, shadow.acceptance_length, shadow.num_requests)
+
+    def _carry_over(self, bucket: str, replayed: dict[str, float]) -> None:
+        """Put the replays of versions that are not replayed on a bucket's newest text on its scale, by those that are on both:
+        8.5 of one version on text that was says nothing against 1.0 of another on the text that came."""
+        scores = {v: s for v, s in self.scores.get(bucket, {}).items() if s.shadow}
+        changes = [math.log(length / scores[v].shadow) for v, length in replayed.items() if v in scores]
+        if not changes:
+            return
+        change = math.exp(sum(changes) / len(changes))
+        for version, score in scores.items():
+            if version not in replayed:
+                score.shadow = max(score.shadow * change, 1.0)
+                score.shadow_requests = min(score.shadow_requests, MANIFEST_REQUESTS)
 
     def _calibration(self, bucket: str) -> float | None:
         """Realised over replayed acceptance length in a bucket, pooled over the versions that have both.

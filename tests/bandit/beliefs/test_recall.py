@@ -120,6 +120,20 @@ def test_a_new_version_is_known_where_its_job_rehearsed_and_nowhere_else():
     assert refused.estimate("a", "v1") is None and refused.estimate("a", "v0") is not None
 
 
+def test_replays_of_the_text_that_was_are_compared_with_newer_ones_by_the_versions_that_have_both():
+    """A class of 8 tokens a round gets other text, of 1: a version that a job scores there no more is no better for its old score."""
+    table = ScoreTable()
+    table.add_job("b", msgspec.structs.replace(_result(), elsewhere={"c": [_score("v2", 8.4), _score("v0", 8.0)]}))
+    assert table.estimate("c", "v2")[0] == pytest.approx(8.4)
+    before = table.estimate("c", "v2")[1] / 8.4
+    scores = [_score("v1", 1.2), _score("v0", 1.0)]
+    table.add_job("b", msgspec.structs.replace(_result(), elsewhere={"c": scores}))
+    assert table.estimate("c", "v2")[0] == pytest.approx(1.05) and table.estimate("c", "v1")[0] == pytest.approx(1.2)
+    assert table.estimate("c", "v2")[1] / 1.05 > before, "a score of other text is less sure"
+    table.add_job("b", msgspec.structs.replace(_result(), elsewhere={"c": [_score("v3", 1.5)]}))
+    assert table.estimate("c", "v2")[0] == pytest.approx(1.05), "nothing ties the new score to the others"
+
+
 def test_a_refused_candidate_never_enters_the_table():
     table = ScoreTable()
     table.observe(_seen("c", "v0", 1.5))
