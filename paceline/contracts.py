@@ -465,8 +465,8 @@ class TrainJob(msgspec.Struct, frozen=True, kw_only=True):
     """Relative rise of tokens per round that a swap costs: a snapshot with surely more is made a version."""
     plan: BurstPlan | None = None
     """None: it reads everything, whatever comes of it."""
-    class_began: float = 0.0
-    """When the bucket's name went to the present kind of text, whose learner is no other's; 0 = no other had it."""
+    text_began: float = 0.0
+    """When the bucket's present text began, whose learner is no other's; 0 = it had no other."""
 
 
 Z90 = 1.645

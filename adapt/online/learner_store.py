@@ -22,9 +22,9 @@ if TYPE_CHECKING:  # a controller handles no tensor
     import torch
 
 log = logging.getLogger(__name__)
-MAX_STATES = 24
-"""Learners kept, the newest, and as many versions' records of what they have read, which are small; a learner's state takes
-about four times the bytes of the drafter's trained weights."""
+MAX_STATES, MAX_RECORDS = 24, 1024
+"""Learners kept, the newest, and versions' records of what they have read, which are small; a learner's state takes about four
+times the bytes of the drafter's trained weights."""
 _SUFFIX, _FORMAT = ".safetensors", 1
 
 
@@ -104,7 +104,8 @@ class LearnerStore:
         old = [f for f in files if f.key == key]
         alike = (f for f in files if f.key != key and _is_record(f.key) == _is_record(key))
         others = sorted(alike, key=lambda f: f.stamp)
-        self._delete(old + others[: max(len(others) + 1 - MAX_STATES, 0)])
+        kept = MAX_RECORDS if _is_record(key) else MAX_STATES
+        self._delete(old + others[: max(len(others) + 1 - kept, 0)])
         delete_unfinished(self._fs, self._root, self._now())
 
     def _delete(self, files: list[_File]) -> None:

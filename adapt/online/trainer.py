@@ -181,7 +181,7 @@ def _run(
     learners: LearnerStore | None,
 ) -> TrainResult:
     base = registry.get_manifest(job.base_version)
-    name = f"{job.bucket} {job.class_began:.3f}" if job.class_began else job.bucket
+    name = f"{job.bucket} {job.text_began:.3f}" if job.text_began else job.bucket
     key = LearnerKey(name, base.drafter_type, job.base_version, target.version, job.arm.parameters)
     whole, factors, arm = job.base_version, None, job.arm
     if arm.parameters == LORA and base.delta_of is not None:  # the same delta learns on
@@ -227,7 +227,7 @@ def _run(
         if learners is not None:
             learners.drop(key)
         raise
-    if not burst.scored and (watch.reason or not burst.num_learned):
+    if not burst.num_learned or (learners is None and not burst.scored and watch.reason):
         raise ShadowStoppedError
     finding = learner.evidence.finding(job.min_gain)
     own = learner.factors()
@@ -256,7 +256,7 @@ def _run(
             metrics=_metrics(scores, learner, watch),
         )
     if learners is not None and is_accepted:
-        _hand_on(learners, key._replace(base_version=version), learner)
+        _hand_on(learners, key, version, learner)
     elif learners is not None and finding is Finding.SHORT:
         _begin_again(learners, key, learner, new_learner)
     status = "accepted" if is_accepted else "learning" if finding is Finding.OPEN else "rejected"
@@ -300,11 +300,13 @@ def _read(job: TrainJob, store: ShardReader, target: TargetHandles, learner: Lea
     return text
 
 
-def _hand_on(learners: LearnerStore, key: LearnerKey, learner: Learner) -> None:
-    """Let the learner go on from its snapshot, the next base."""
-    learners.note_learned(key.base_version, torch.tensor(list(learner.seen), dtype=torch.int64))
+def _hand_on(learners: LearnerStore, key: LearnerKey, version: str, learner: Learner) -> None:
+    """Let the learner go on from its snapshot, the next base; where that is taken back, another one begins at the old base:
+    what made this one sure is used up."""
+    learners.note_learned(version, torch.tensor(list(learner.seen), dtype=torch.int64))
     learner.rebase()
-    learners.save(key, *learner.state())
+    learners.save(key._replace(base_version=version), *learner.state())
+    learners.drop(key)
 
 
 def _begin_again(learners: LearnerStore, key: LearnerKey, learner: Learner, new_learner: Callable[[], Learner]) -> None:

@@ -16,6 +16,9 @@ SLOWDOWN_PRIOR = 0.05
 """Relative slow-down of rounds while a job runs."""
 SLOWDOWN_ROUNDS, MAX_SLOWDOWN_WEIGHT, MAX_SLOWDOWN = 1500.0, 0.25, 3.0
 """Rounds that the slow-down remembers, weight of one epoch at most, and the largest that is believed of one."""
+MAX_LONGER = 10.0
+"""Seconds from a job's order to its end over its device-seconds, at most: a busy core leaves a niced worker a tenth; what took
+longer waited for a controller or a place."""
 PRIOR_WEIGHT = 1.0
 """Jobs that the prior counts for."""
 DISCOUNT = 0.8
@@ -118,7 +121,7 @@ class CostModel(msgspec.Struct):
     def update_duration(self, seconds: float, device_s: float) -> None:
         """Learn from a job that took `seconds` from its order to its end; serving is slowed down for as long."""
         if device_s > 0:
-            self.duration.update(max(seconds / device_s, 1.0))
+            self.duration.update(min(max(seconds / device_s, 1.0), MAX_LONGER))
 
     def update_staging(self, seconds: float, num_replicas: int) -> None:
         """Learn from a version that was made live on every replica; seconds of all of them together."""

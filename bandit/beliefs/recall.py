@@ -134,7 +134,5 @@ class ScoreTable(msgspec.Struct):
         return best
 
     def reset_bucket(self, bucket: str) -> None:
-        """The bucket's text changed: keep a trace of the old scores, drop replays."""
-        for score in self.scores.get(bucket, {}).values():
-            score.realised.discount(0.02)
-            score.shadow, score.shadow_requests = None, 0
+        """The bucket's text changed: what every version did on the old one says nothing of it."""
+        self.scores.pop(bucket, None)

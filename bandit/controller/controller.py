@@ -16,7 +16,7 @@ from paceline.bandit.beliefs.observation import HostContext, fold
 from paceline.bandit.controller.decision_log import FeedbackLine, feedback_line
 from paceline.bandit.controller.epoch import (
     begin_bucket,
-    class_began,
+    text_began,
     close_epoch,
     drop_bucket,
     learn_history,
@@ -213,7 +213,7 @@ class Controller:
                 **facts,
                 "arm": msgspec.to_builtins(job.arm),
                 "base_version": context.version_of(job.bucket),
-                "class_began": class_began(state, job.bucket),
+                "text_began": text_began(state, job.bucket),
                 "time_limit_s": limit,
                 "min_gain": min_gain,
                 "plan": msgspec.to_builtins(plan),

@@ -113,6 +113,12 @@ def class_began(state: ControllerState, name: str) -> float:
     return regime.began if regime is not None else 0.0
 
 
+def text_began(state: ControllerState, name: str) -> float:
+    """When a bucket's present text began, by another kind's end or a drift alarm; 0.0 = it is the first one."""
+    regime = state.buckets.get(name)
+    return 0.0 if regime is None else regime.start if regime.num_alarms else regime.began
+
+
 def part_bucket(state: ControllerState, name: str, whole: str, now: float, num_rows: int) -> None:
     """Let a new bucket, so far a part of another one, begin with whose its versions are and what they have learned.
 
@@ -211,7 +217,7 @@ def bucket_beliefs(state: ControllerState, config: PolicyConfig, context: HostCo
             learner_rows=learner[0],
             learner_parameters=learner[1],
             unsure=state.unsure.get(name) if learner[0] else None,
-            required_rows=max(state.required_rows.get(name, 0), config.min_rows),
+            required_rows=max(min(state.required_rows.get(name, 0), usable), config.min_rows),
             is_active=0 < meter.load >= ACTIVE_SHARE * total and name not in context.assigned,
             batches=state.round_costs.batches(name),
         )

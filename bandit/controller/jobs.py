@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from paceline.bandit.beliefs.arms import sized
@@ -16,6 +18,8 @@ from paceline.contracts import TrainResult
 
 CUT_SHARE = 0.97
 """A job that used this share of its time limit was cut short by it: it learned from fewer rows, at a lower cost."""
+MEASURED = ("accepted", "rejected", "learning")
+"""Ends of a job that measured gain and cost."""
 MAX_OUTCOMES = 50
 """Outcomes kept, so that a result may be told twice."""
 
@@ -29,8 +33,8 @@ def learn(state: ControllerState, job: JobRecord, result: TrainResult) -> None:
     while the job ran, its scores describe a text that is gone: only its cost teaches.
     """
     regime = state.buckets.get(job.bucket)
-    is_text_gone = regime is not None and regime.start > job.started
-    is_measured = result.status in ("accepted", "rejected", "learning")
+    is_text_gone = regime is not None and regime.start >= job.started  # an alarm's text began with the order's epoch
+    is_measured = result.status in MEASURED
     fraction = _done_fraction(state, job, result)
     expected_s = job.expected_cost.training_s + job.expected_cost.shadow_s
     is_dear_failure = result.status == "failed" and result.train_s > expected_s
@@ -87,8 +91,8 @@ def _note_learner(state: ControllerState, job: JobRecord, result: TrainResult, *
     elif result.status == "learning" and not is_text_gone:
         rows = result.num_rows_before + result.num_rows
         state.learners[job.bucket] = (job.base_version, rows, job.arm.parameters)
-        if result.candidate is not None:
-            gain, error = measured_gain(job, result)
+        gain, error = measured_gain(job, result)
+        if result.candidate is not None and math.isfinite(error):  # one request has no error
             state.unsure[job.bucket] = Unsure(log_evidence=result.log_evidence, gain=gain, gain_se=error)
 
 
@@ -137,7 +141,8 @@ def finish_job(
                 result.version,
                 job.arm.name,
             )
-    state.costs.update_duration(now - job.started, result.train_s + result.shadow_s)
+    if result.status in MEASURED:  # another's time is that of finding out
+        state.costs.update_duration(now - job.started, result.train_s + result.shadow_s)
     learn(state, job, result)
     publish, reason = _publish(state, config, job, result)
     if publish is not None:

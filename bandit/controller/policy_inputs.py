@@ -116,7 +116,8 @@ def remember_epoch(
     )
     own = state.job.bucket if state.job is not None else None
     memory.add_staleness({b: r for b, r in rates.items() if not (is_training and b == own)}, seconds)
-    for name, belief in view.beliefs.items():
+    each = bucket_beliefs(state, config, state.context) if view.pools and state.context is not None else view.beliefs
+    for name, belief in each.items():
         if not belief.is_active:
             continue  # no round is lost on it, so its weights stay
         versions = sorted({view.versions[name], *(r.version for r in view.recalls if r.bucket == name)} - {""})

@@ -8,7 +8,6 @@ job's gain comes from the gain model fitted on the log (bandit/replay/gain_fit.p
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -235,7 +234,7 @@ def prepare(log: ServiceLog, name: str) -> LoggedService:
     calm_s = device_s - min(max(spent.get("interference", 0.0), 0.0), 0.9 * device_s)
     drafted_s, plain_s = (seconds * calm_s / device_s for seconds in _round_seconds(cells))
     price = _trainer_price(log)
-    during_s = _served_beside_jobs(log, price)
+    during_s = _served_beside_jobs(log)
     swaps = [e.seconds for e in log.entries if e.kind == "staging"]
     static, whole = (sum(c.num_tokens for c in cells if c.group in groups) for groups in ((Group.STATIC,), (Group.STATIC, Group.ADAPTIVE)))  # fmt: skip
     rows_share, rows_before = _rows(log.epochs, labels)
@@ -270,24 +269,32 @@ def _rows(epochs: Sequence[FeedbackLine], labels: tuple[str, ...]) -> tuple[floa
 
 
 def _trainer_price(log: ServiceLog) -> float:
-    """What a second of the trainer was booked at; 1 where no job says it."""
-    booked_s = sum(e.seconds for e in log.entries if e.kind in ("training", "shadow"))
-    taken_s = sum(j.result.train_s + j.result.shadow_s for j in log.jobs)
-    return round(booked_s / taken_s, 6) if booked_s > 0 and taken_s > 0 else 1.0
+    """What a second of the trainer was booked at, by the jobs that the log knows whole; 1 where none says it."""
+    booked = _booked_jobs(log)
+    taken_s = sum(taken for _, taken, _ in booked)
+    return round(sum(seconds for _, _, seconds in booked) / taken_s, 6) if taken_s > 0 else 1.0
 
 
-def _served_beside_jobs(log: ServiceLog, price: float) -> float:
-    """Device-seconds that serving would have taken without jobs while jobs ran. price: of a second of the trainer."""
+def _booked_jobs(log: ServiceLog) -> list[tuple[float, float, float]]:
+    """(end, the trainer's seconds, what was booked for them) of every job whose order, result and entries are in the log."""
+    found = {j.result.job_id: [0.0, j.result.train_s + j.result.shadow_s, 0.0] for j in log.jobs}
+    for entry in log.entries:
+        job = found.get(entry.entry_id.rpartition(":")[2])
+        if job is not None and entry.kind in ("training", "shadow"):  # both when the job ends
+            job[0], job[2] = entry.ts, job[2] + entry.seconds
+    return [(end, taken, seconds) for end, taken, seconds in found.values() if end > 0]
+
+
+def _served_beside_jobs(log: ServiceLog) -> float:
+    """Device-seconds that serving would have taken without jobs while jobs ran."""
     start, end = (np.array([getattr(e, name) for e in log.epochs]) for name in ("start", "end"))  # (E,) each
     device_s = np.array([sum(c.device_s for c in e.cells) for e in log.epochs])
-    slow_s, jobs = np.zeros(len(log.epochs)), defaultdict[float, float](float)  # by time of booking
+    slow_s = np.zeros(len(log.epochs))
     for entry in log.entries:
         if entry.kind == "interference":
             slow_s[min(int(np.searchsorted(end, entry.ts)), len(end) - 1)] += entry.seconds
-        elif entry.kind in ("training", "shadow"):
-            jobs[entry.ts] += entry.seconds / price  # both are booked when the job ends
     load = np.maximum(device_s - slow_s, 0.1 * device_s) / np.maximum(end - start, 1e-9)
-    beside = (np.clip(np.minimum(end, ts) - np.maximum(start, ts - seconds), 0.0, None) for ts, seconds in jobs.items())
+    beside = (np.clip(np.minimum(end, ts) - np.maximum(start, ts - seconds), 0.0, None) for ts, seconds, _ in _booked_jobs(log))
     return float(sum(overlap @ load for overlap in beside))
 
 

@@ -498,7 +498,7 @@ def order_job(
         return None
     base = desired.version_of(decision.bucket)
     text = "\n".join((str(decision.decision_id), base, decision.bucket, arm.name, str(arm.num_rows), own[-1].shard_id))
-    limit_s = float(decision.context.get("time_limit_s") or policy.job_time_limit_s)
+    limit_s = float(decision.context.get("time_limit_s", policy.job_time_limit_s))
     return TrainJob(
         job_id=hashlib.sha256(text.encode()).hexdigest()[:16],
         bucket=decision.bucket,
@@ -511,5 +511,5 @@ def order_job(
         time_limit_s=min(limit_s, policy.job_time_limit_s),
         min_gain=float(decision.context.get("min_gain", 0.0)),
         plan=burst_plan(decision),
-        class_began=float(decision.context.get("class_began", 0.0)),
+        text_began=float(decision.context.get("text_began", 0.0)),
     )

@@ -13,6 +13,7 @@ import torch
 
 from paceline import paths
 from paceline.adapt.data import blob_io
+from paceline.adapt.online import learner_store
 from paceline.adapt.online.learner_store import MAX_STATES, LearnerKey, LearnerStore
 
 KEY = LearnerKey("math", "specblock", "0" * 12, "target", "full")
@@ -94,13 +95,16 @@ def test_states_are_bounded_and_the_oldest_go(store, tmp_path):
     assert value_of(store.load(KEY._replace(bucket="b5"))) == 5
 
 
-def test_learners_and_records_of_versions_take_no_places_from_each_other(store):
+def test_learners_and_records_of_versions_take_no_places_from_each_other(store, monkeypatch):
     for n in range(MAX_STATES):  # as many classes get a version each
         store.note_learned(f"v{n}", torch.tensor([n]))
         store.save(KEY._replace(bucket=f"b{n}"), tensors(n), {"n": n})
     assert [store.learned_by(f"v{n}") for n in range(MAX_STATES)] == [[n] for n in range(MAX_STATES)]
     assert all(store.load(KEY._replace(bucket=f"b{n}")) for n in range(MAX_STATES))
     store.note_learned("one-more", torch.tensor([1]))
+    assert store.learned_by("v0") == [0], "a version may be learned from long behind its learner"
+    monkeypatch.setattr(learner_store, "MAX_RECORDS", MAX_STATES + 1)
+    store.note_learned("another", torch.tensor([1]))
     assert store.learned_by("v0") == [] and store.learned_by("v1") == [1]
 
 

@@ -148,6 +148,7 @@ def test_the_learner_goes_on_from_its_version_without_reading_anything_twice(beg
     tensors, record = learners.load(key_of(job))
     assert record["evidence"]["test"]["num_requests"] == 0 and record["num_rows"] == 0 and record["step"] > 0
     read = set(tensors["seen"].tolist())
+    assert learners.load(key_of(ordered)) is None, "a class that goes back to the old base begins with no evidence"
     second = run((store, registry, job), learners=learners)
     assert second.incumbent.version == first.version and second.first.version == job.first_version
     assert second.first.acceptance_length < second.incumbent.acceptance_length
@@ -174,10 +175,10 @@ def test_a_new_learner_knows_what_the_version_that_it_begins_at_has_read(begun, 
 def test_a_class_that_got_the_name_of_another_goes_on_with_none_of_its_learning(place, learners):
     job = changed(place[2], min_gain=0.2)
     first = run(place, job, should_stop=stop_at(110), learners=learners)
-    other = run(place, changed(job, job_id="j2", class_began=1e9), should_stop=stop_at(110), learners=learners)
+    other = run(place, changed(job, job_id="j2", text_began=1e9), should_stop=stop_at(110), learners=learners)
     assert first.status == other.status == "learning" and other.num_rows == first.num_rows > 0
     assert (first.num_rows_before, other.num_rows_before) == (0, 0)
-    again = run(place, changed(job, job_id="j3", class_began=1e9), should_stop=stop_at(110), learners=learners)
+    again = run(place, changed(job, job_id="j3", text_began=1e9), should_stop=stop_at(110), learners=learners)
     assert again.num_rows_before == other.num_rows
 
 
@@ -190,6 +191,16 @@ def test_a_burst_whose_time_is_up_keeps_what_it_learned_and_the_next_one_goes_on
     assert first.num_rows > 0 and first.candidate.num_requests >= 8
     second = run(place, changed(job, job_id="j2"), learners=learners)
     assert second.num_rows_before == first.num_rows and second.status == "accepted", second.reason
+
+
+def test_a_burst_whose_time_is_up_before_it_scores_tells_what_it_learned(place, learners):
+    """What it learned is stored, and what it left unread is not taken for read."""
+    first = run(place, should_stop=stop_at(10), learners=learners)
+    assert first.status == "learning" and 0 < first.num_requests < AVERAGED_STEPS and first.candidate is None
+    record = learners.load(key_of(place[2]))[1]
+    assert record["num_rows"] == first.num_rows == 40 * first.num_requests
+    second = run(place, changed(place[2], job_id="j2"), learners=learners)
+    assert second.num_rows_before == first.num_rows
 
 
 def test_a_burst_that_is_killed_loses_no_more_than_it_had_not_saved(place, learners, monkeypatch):

@@ -1,12 +1,14 @@
 """Delayed, censored and outdated results."""
 
+import math
+
 import msgspec
 import pytest
 
 from paceline.bandit.beliefs.arms import default_arms, sized
 from paceline.bandit.beliefs.evidence import EvidenceModel
 from paceline.bandit.beliefs.gain_model import GainModel, learned_share
-from paceline.bandit.beliefs.job_cost import CostModel, prior_training_s
+from paceline.bandit.beliefs.job_cost import MAX_LONGER, CostModel, prior_training_s
 from paceline.bandit.controller.epoch import bucket_beliefs, learner_of
 from paceline.bandit.policies.pricing import price_jobs
 from paceline.config import PolicyConfig
@@ -106,18 +108,59 @@ def test_a_refused_job_teaches_the_gain_that_was_measured_not_zero():
     assert means[0.0] < means[0.04]
 
 
-def test_scores_of_a_text_that_changed_while_the_job_ran_are_not_believed():
+@pytest.mark.parametrize("later_s", [0.0, 5.0])
+def test_scores_of_a_text_that_changed_while_the_job_ran_are_not_believed(later_s):
     w = _world()
     d = _ordered(w)
     state = w.controller._state
     gain, _ = _predicted(w)
-    state.buckets["c"].reset(w.clock.now() + 0.5, 0)  # the alarm, after the job had started
+    # an alarm says when its epoch began: behind the order, that is the moment of the order
+    state.buckets["c"].reset(state.job.started + later_s, 0)
     state.table.reset_bucket("c")
     result = w.train(d)
     outcome = _end(w, d, result)
     assert _predicted(w)[0] == gain
     assert state.table.estimate("c", result.candidate.version) is None
     assert "c" not in state.learned.get(result.version, {"c": 0}) and outcome.decision.realised_cost_s > 0
+
+
+def test_a_learner_that_one_request_was_scored_of_is_priced_like_one_without_scores():
+    """One request tells a gain, and nothing of how sure it is."""
+    w = _world()
+    d = _ordered(w)
+    result = w.train(d)
+    score = msgspec.structs.replace(result.candidate, num_requests=1, gain_lower=-math.inf)
+    _end(w, d, msgspec.structs.replace(result, status="learning", version=None, candidate=score, num_rows=2000))
+    belief = bucket_beliefs(w.controller._state, w.controller._config, w.controller._state.context)["c"]
+    assert belief.learner_rows == 2000 and belief.unsure is None
+    belief = msgspec.structs.replace(belief, usable_rows=4000, fresh_rows=4000, required_rows=2000)
+    jobs = price_jobs(
+        {"c": belief}, [sized(FULL, 2000)], gains=GainModel(), costs=CostModel(), evidence=EvidenceModel(), hysteresis=1.25,
+        best_length=2.5, horizon_s=600.0, min_rows=2000, num_replicas=1,
+    )  # fmt: skip
+    assert jobs and all(math.isfinite(j.saving_s) and j.saving_s > 0 for j in jobs)
+
+
+def test_a_class_that_refused_waits_for_no_more_rows_than_are_kept():
+    """Four doublings of what a job needs would lock out a class whose text goes before so much has come."""
+    w = _world()
+    d = _ordered(w)
+    state = w.controller._state
+    state.required_rows["c"] = 1 << 20
+    belief = bucket_beliefs(state, w.controller._config, state.context)["c"]
+    assert belief.required_rows == max(belief.usable_rows, w.controller._config.min_rows) < 1 << 20
+
+
+def test_a_controller_that_was_away_while_a_job_ended_believes_in_no_job_of_minutes():
+    costs = CostModel()
+    costs.update_duration(3600.0, 10.0)
+    assert costs.duration.value() == pytest.approx((0.8 + MAX_LONGER) / 1.8)
+    w = _world()
+    d = _ordered(w)
+    stopped = TrainResult(job_id="j", status="stopped", version=None, reason="lost", train_s=1.0, shadow_s=0.0)
+    w.clock.advance(30.0)
+    _end(w, d, stopped)
+    assert w.controller._state.costs.duration.value() == 1.0, "that is how long it took to find out"
 
 
 @pytest.mark.parametrize("policy", ["always", "payoff", "cara"])

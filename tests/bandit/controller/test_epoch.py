@@ -279,7 +279,7 @@ def test_a_version_goes_to_no_other_kind_of_text_that_got_the_name_while_its_job
     for _ in range(3):
         service.epoch(a=20)
     (order,) = [d for d in service.controller.drain()[0] if d.action == "train"]
-    assert order.context["class_began"] == began
+    assert order.context["text_began"] == began
     if has_ended:
         service.controller.begin_bucket("a", service.clock.now() + 1.0, 3000)
     result = TrainResult(

@@ -58,6 +58,22 @@ def test_a_replay_that_does_what_the_log_did_agrees_with_the_ledger_of_the_log(s
         assert low - 0.05 * abs(ledger.saved_s()) <= saved <= high + 0.05 * abs(ledger.saved_s())
 
 
+@pytest.mark.parametrize("price", [0.0, 0.5])
+def test_the_price_of_the_trainer_is_that_of_the_jobs_which_a_log_knows_whole(service, price):
+    """A free trainer stays free; entries of a job whose order the log has lost count for nothing."""
+    log = service[0].log
+    entries = [
+        msgspec.structs.replace(e, seconds=e.seconds / service[2].config.trainer_price * price)
+        if e.kind in ("training", "shadow")
+        else e
+        for e in log.entries
+    ]
+    for jobs in (log.jobs, log.jobs[1:]):
+        again = prepare(msgspec.structs.replace(log, entries=entries, jobs=jobs), "log")
+        assert again.trainer_price == pytest.approx(price, abs=1e-3)
+        assert again.slowdown == pytest.approx(service[0].slowdown, rel=0.5)
+
+
 def test_what_a_log_says_of_its_service_is_what_the_service_was(service):
     prepared, _, world = service
     assert prepared.slowdown == pytest.approx(world.slowdown, rel=0.1)
