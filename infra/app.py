@@ -129,7 +129,14 @@ def build(args: Mapping[str, Any]) -> Application:
             "where the devices of another replica are free"
         )
     SpanTarget.of(config)
+    _check_device(config)
     return _bind(config, deployment_limits(config))
+
+
+def _check_device(config: ServiceConfig) -> None:
+    """Raise ConfigError where a replica might find a GPU that Ray was not told of: several would load onto the same one."""
+    if config.device == "auto" and ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0:
+        raise ConfigError("device (--device) must be cuda or cpu in a Ray cluster with GPUs, got 'auto'")
 
 
 def _is_secret(value: str | None) -> bool:
@@ -211,11 +218,12 @@ def run_service(config: ServiceConfig, *, check: Callable[[], None] = lambda: No
     try:
         if cluster_address(config) or ray.is_initialized():
             start_ray(config)
+            _check_device(config)
             config, has_proxy = with_running_proxy(config)
             check_neighbours(config)
         if not has_proxy:
             config = replace(config, port=claim_port(config.host, config.port))
-        found = preflight(config)
+        found = preflight(config, check)
         check()
         config = replace(config, device=found.device)
         make_home(StorePaths.of(config).home)
@@ -510,7 +518,8 @@ def check_neighbours(config: ServiceConfig) -> None:
     if own in applications:
         raise ConfigError(
             f"model_name (--model-name) must be another one than {config.model_name!r}, under which a service runs in this Ray "
-            "cluster; give this one another, and a --route-prefix of its own, or stop the other one"
+            "cluster; give this one another, and a --route-prefix of its own, or stop the other one. Where its process is gone: "
+            f"""python -c "import ray; from ray import serve; ray.init('auto'); serve.delete('{own}')\""""
         )
     check_claim(config, own)
     for name, found in applications.items():
@@ -642,6 +651,7 @@ def attach_forever(config: ServiceConfig, console: Console, options: AttachOptio
     access = Access.of(config, Tokens.of(config))  # files that cannot be used are refused before anything starts
     http_options(config)
     resolve_redis(config)
+    claim_port(config.host, config.port)  # a second one must not touch the engine
     first, attached, owns_ray = put_first_drafter(config), None, False
     with StopSignals() as signals, SglangReplicas(config, options or AttachOptions(), first) as driven:
         try:

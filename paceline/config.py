@@ -602,6 +602,13 @@ def with_environment(config: ServiceConfig) -> ServiceConfig:
     return override(config, {name: getattr(config, name) or from_environment(var) for name, var in VARIABLES.items()})
 
 
+def leave_tokens() -> None:
+    """Take the tokens out of this process's environment: a service that its own client alone talks to is open to it."""
+    for name in ("api_token", "admin_token", "token_file"):
+        for variable in (VARIABLES[name], f"{VARIABLES[name]}_FILE"):
+            os.environ.pop(variable, None)
+
+
 def with_absolute_paths(config: ServiceConfig) -> ServiceConfig:
     """`config` whose relative paths are those of this process: processes of a running cluster work in other folders.
 
@@ -695,9 +702,10 @@ def read_yaml(path: str | Path, what: str, *, is_secret: bool = False) -> Any:
         raise ConfigError(f"{what} {path} must be a readable file: {e.strerror}") from e
     except (yaml.YAMLError, ValueError, RecursionError) as e:  # the second of other bytes than UTF-8, or of 2020-13-40
         mark = getattr(e, "problem_mark", None)
-        where = " ".join(str(e).split())
-        if is_secret:
-            where = "unreadable" if mark is None else f"an error at line {mark.line + 1}"
+        if mark is not None:  # without the line itself, in which a token may stand
+            where = f"{'an error' if is_secret else getattr(e, 'problem', None)} at line {mark.line + 1}"
+        else:
+            where = "unreadable" if is_secret else " ".join(str(e).split())
         raise ConfigError(f"{what} {path} must be YAML: {where}") from (None if is_secret else e)
     if twice:
         name, line, first = twice

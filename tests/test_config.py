@@ -86,6 +86,11 @@ def test_yaml_file_is_read_and_bad_yaml_is_refused(tmp_path):
     path.write_text("model_name: 2020-13-40\n")
     with pytest.raises(ConfigError, match="must be YAML: month"):
         load_config(path)
+    for text in ("model: a\nadmin_token: @hunter2\n", "model: a\nadmin_token: 'hunter2\n", "admin_token: hunter2: x\n"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"at line [123]") as refused:
+            load_config(path)
+        assert "hunter2" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
+import httpx
 import pytest
 
 from paceline import machine
 from paceline.errors import ConfigError
-from paceline.machine import claim_port, free_port
+from paceline.machine import claim_port, free_port, spare_loopback
 
 
 def test_a_taken_port_is_refused_with_the_fix() -> None:
@@ -47,3 +49,23 @@ def test_where_the_kernel_gives_every_port_one_of_its_own_is_taken(tmp_path, mon
 def test_an_address_of_another_computer_is_refused() -> None:
     with pytest.raises(ConfigError, match="address of this computer"):
         free_port("192.0.2.1")
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [(None, []), ("a.example, 127.0.0.1", ["a.example", "127.0.0.1"]), ("*", ["*"])]
+)
+def test_a_proxy_is_not_asked_for_this_computer(given, kept, monkeypatch):
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "https_proxy", "HTTPS_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    if given is not None:
+        monkeypatch.setenv("NO_PROXY", given)
+    spare_loopback()
+    names = os.environ["no_proxy"].split(",")
+    assert names[: len(kept)] == kept and {"127.0.0.1", "localhost", "::1"} <= {*names} and len({*names}) == len(names)
+    with httpx.Client() as client:
+        for host in ("127.0.0.1:8000", "localhost:8000", "[::1]:8000"):
+            assert client._transport_for_url(httpx.URL(f"http://{host}/")) is client._transport
+        elsewhere = client._transport_for_url(httpx.URL("http://b.example/"))
+        assert (elsewhere is client._transport) == (given == "*")

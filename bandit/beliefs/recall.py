@@ -73,15 +73,15 @@ class ScoreTable(msgspec.Struct):
     def _carry_over(self, bucket: str, replayed: dict[str, float]) -> None:
         """Put the replays of versions that are not replayed on a bucket's newest text on its scale, by those that are on both:
         8.5 of one version on text that was says nothing against 1.0 of another on the text that came."""
-        scores = {v: s for v, s in self.scores.get(bucket, {}).items() if s.shadow}
-        changes = [math.log(length / scores[v].shadow) for v, length in replayed.items() if v in scores]
+        scores = self.scores.get(bucket, {})
+        known = {v: s.shadow for v, s in scores.items() if s.shadow}
+        changes = [math.log(length / known[v]) for v, length in replayed.items() if v in known]
         if not changes:
             return
         change = math.exp(sum(changes) / len(changes))
-        for version, score in scores.items():
-            if version not in replayed:
-                score.shadow = max(score.shadow * change, 1.0)
-                score.shadow_requests = min(score.shadow_requests, MANIFEST_REQUESTS)
+        for version in known.keys() - replayed.keys():
+            weight = min(scores[version].shadow_requests, MANIFEST_REQUESTS)
+            self.set_shadow(bucket, version, max(known[version] * change, 1.0), weight)
 
     def _calibration(self, bucket: str) -> float | None:
         """Realised over replayed acceptance length in a bucket, pooled over the versions that have both.

@@ -16,12 +16,12 @@ from paceline.bandit.beliefs.observation import HostContext, fold
 from paceline.bandit.controller.decision_log import FeedbackLine, feedback_line
 from paceline.bandit.controller.epoch import (
     begin_bucket,
-    text_began,
     close_epoch,
     drop_bucket,
     learn_history,
     part_bucket,
     rows_of,
+    text_began,
 )
 from paceline.bandit.controller.jobs import finish_job
 from paceline.bandit.controller.policy_inputs import build_view, remember_epoch

@@ -294,7 +294,10 @@ def _served_beside_jobs(log: ServiceLog) -> float:
         if entry.kind == "interference":
             slow_s[min(int(np.searchsorted(end, entry.ts)), len(end) - 1)] += entry.seconds
     load = np.maximum(device_s - slow_s, 0.1 * device_s) / np.maximum(end - start, 1e-9)
-    beside = (np.clip(np.minimum(end, ts) - np.maximum(start, ts - seconds), 0.0, None) for ts, seconds, _ in _booked_jobs(log))
+    beside = (
+        np.clip(np.minimum(end, ts) - np.maximum(start, ts - seconds), 0.0, None)
+        for ts, seconds, _ in _booked_jobs(log)
+    )
     return float(sum(overlap @ load for overlap in beside))
 
 

@@ -18,7 +18,7 @@ from paceline.bench.chaos.checks import ledger_problems
 from paceline.bench.chaos.clock import SteppedClock
 from paceline.bench.chaos.drafters import Publisher, nudged
 from paceline.bench.chaos.load import wait_for
-from paceline.config import ServiceConfig
+from paceline.config import ServiceConfig, leave_tokens
 from paceline.errors import PacelineError
 from paceline.infra.app import Service, run_service, stop_service
 from paceline.infra.controller.snapshot import ReplicaState, Snapshot, parse_state
@@ -78,6 +78,7 @@ class Place:
 
         Raises: PacelineError.
         """
+        leave_tokens()
         if self.clock is not None:
             self.clock.enter()
         try:

@@ -37,6 +37,7 @@ from paceline.config import (
     ServeOptions,
     ServiceConfig,
     TraceConfig,
+    leave_tokens,
 )  # fmt: skip
 from paceline.contracts import Decision
 from paceline.errors import ConfigError, PacelineError
@@ -412,6 +413,7 @@ def run_demo(options: DemoOptions, console: Console) -> dict:
     from paceline.infra.demo.vllm_run import run_vllm_demo
     from paceline.serving.loading.checkpoint import open_checkpoint
 
+    leave_tokens()
     if options.engine == "vllm":
         return run_vllm_demo(options, demo_config(options), console)
     config = demo_config(options)

@@ -203,8 +203,16 @@ class OneDrafterDriver:
         """Hold the folder, and delete those of replicas that are gone, which nobody holds."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._held = (self.folder / _HELD).open("ab")
-        with contextlib.suppress(OSError):  # a file system without locks, where nothing is deleted
+        try:
             fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            self._held.close()
+            self._held = None
+            raise ConfigError(
+                f"{self.folder} must be one process's: another `paceline attach` drives {self.replica_id}"
+            ) from e
+        except OSError:  # a file system without locks, where nothing is deleted
+            pass
         for other in self.folder.parent.glob(f"*/{_HELD}"):
             if other.parent != self.folder:
                 with contextlib.suppress(OSError), other.open("r+b") as file:

@@ -83,7 +83,7 @@ class Front:
         if held is None:  # the client is gone
             return
 
-        has_begun = is_gone = False
+        has_begun = is_gone = is_full = False
 
         async def receive_held() -> AsgiMessage:
             nonlocal is_gone
@@ -92,9 +92,15 @@ class Front:
             return message
 
         async def send_to_reader(message: AsgiMessage) -> None:
-            nonlocal has_begun
+            nonlocal has_begun, is_full
             has_begun = True
-            await send_in_time(send, message, self._write_s, scope.get("client"))
+            if message["type"] == "http.response.start" and message["status"] == 429:  # Serve's own is a bare line
+                is_full = _content_type(message) != b"application/json"
+                if is_full:
+                    full = HTTPException(429, "all places are taken; try again", {"Retry-After": "1"})
+                    await _refuse(send, full, "queue_full")
+            if not is_full:
+                await send_in_time(send, message, self._write_s, scope.get("client"))
 
         try:
             await self._app(scope, receive_held, send_to_reader)
@@ -143,14 +149,19 @@ def refusals() -> Counter:
     return Counter(REFUSALS, description="Requests that the proxy's guard answered", tag_keys=("code",))
 
 
+def _content_type(message: AsgiMessage) -> bytes:
+    """Of an answer's first message, without its parameters."""
+    found = next((v for k, v in message.get("headers", ()) if k.lower() == b"content-type"), b"")
+    return bytes(found).partition(b";")[0].strip().lower()
+
+
 async def _refuse(send: AsgiSend, error: HTTPException, code: str = "no_replica") -> None:
     """code: of an error that is the service's own."""
     refusals().inc(tags={"code": str(error.status_code)})
-    is_ours = error.status_code >= 500
-    fault = {
-        "message": error.detail, "type": "server_error" if is_ours else "invalid_request_error", "param": None,
-        "code": code if is_ours else None,
-    }  # fmt: skip
+    kinds = {429: "rate_limit_error"} | dict.fromkeys(range(500, 600), "server_error")
+    kind = kinds.get(error.status_code, "invalid_request_error")
+    is_ours = error.status_code in kinds
+    fault = {"message": error.detail, "type": kind, "param": None, "code": code if is_ours else None}
     body = json.dumps({"error": fault}).encode()
     headers = [
         (b"content-type", b"application/json"),

@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,8 @@ from paceline.paths import check_private, resolve_drafter, resolve_model
 from paceline.records import build
 
 log = logging.getLogger(__name__)
+_LOOK_S = 0.1
+"""Between two looks at whether the start should end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +55,8 @@ class _Answer:
 
 def cluster_address(config: ServiceConfig) -> str | None:
     """Of the Ray cluster that the service joins; None: it starts a Ray of its own."""
-    return config.ray_address or os.environ.get("RAY_ADDRESS") or None
+    found = config.ray_address or os.environ.get("RAY_ADDRESS")
+    return None if not found or found == "local" else found  # "local": Ray's word for a new one
 
 
 def check_early(config: ServiceConfig) -> None:
@@ -77,21 +81,38 @@ def warn_of_end(config: ServiceConfig) -> None:
         log.warning("policy.ends_at=%s is over: payoff and thompson will learn nothing", config.policy.ends_at)
 
 
-def preflight(config: ServiceConfig) -> Preflight:
+def preflight(config: ServiceConfig, check: Callable[[], None] = lambda: None) -> Preflight:
     """Check target, drafter and policy, and register a drafter that can be trained.
 
+    check: raises when the start should end.
     Raises: ConfigError, DrafterMismatchError.
     """
     _check_driver(config)
     if "torch" in sys.modules:
         return _look(config)
-    done = subprocess.run(
-        [sys.executable, "-m", __name__], input=msgspec.json.encode(to_dict(config)), stdout=subprocess.PIPE, check=False
-    )  # fmt: skip
+    # out of the terminal's reach, whose Ctrl-C is this process's to answer
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0
+    )
+    given: bytes | None = msgspec.json.encode(to_dict(config))
     try:
-        answer = msgspec.json.decode(done.stdout, type=_Answer)
+        while True:
+            try:
+                output, _ = process.communicate(given, timeout=_LOOK_S)
+                break
+            except subprocess.TimeoutExpired:
+                given = None
+                check()
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+    try:
+        answer = msgspec.json.decode(output, type=_Answer)
     except msgspec.DecodeError as e:
-        raise PacelineError(f"the models could not be checked: that process ended with code {done.returncode}") from e
+        raise PacelineError(
+            f"the models could not be checked: that process ended with code {process.returncode}"
+        ) from e
     if answer.found is None:
         raise getattr(errors, answer.error, PacelineError)(answer.reason)
     return answer.found

@@ -1,4 +1,4 @@
-"""Stop signals: a foreground command notices Ctrl-C and SIGTERM without an exception inside somebody's lock."""
+"""Stop signals: a foreground command notices Ctrl-C, SIGTERM and its terminal's end without an exception inside somebody's lock."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
-    """Notes both signals in `stop`; a context manager for the main thread that puts the old handlers back.
+    """Notes these signals in `stop`, but a terminal's end where that is ignored (nohup); a context manager for the main thread that puts the old handlers back.
 
     A handler that raises may do so between a lock's acquisition and its release (logging's, say: every thread that logs
     hangs from then on) or inside a finalizer, where the exception is lost. Callers ask `check` where it is safe instead.
@@ -37,7 +37,8 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         for s in SIGNALS:
-            self._previous[s] = signal.signal(s, self._take)
+            if s != signal.SIGHUP or signal.getsignal(s) != signal.SIG_IGN:
+                self._previous[s] = signal.signal(s, self._take)
         return self
 
     def __exit__(

@@ -16,6 +16,7 @@ from paceline.cli.options import command
 from paceline.cli.train import add_training
 from paceline.cli.versions import policy_app, versions_app
 from paceline.errors import PacelineError
+from paceline.machine import spare_loopback
 
 if TYPE_CHECKING:
     from paceline.bench.engine.generate import GenerateOptions
@@ -154,6 +155,7 @@ def main() -> None:
 
     A file's error with a note is one of code that is not ours, whose file no argument named: it keeps its traceback.
     """
+    spare_loopback()
     try:
         app()
     except (PacelineError, OSError) as e:

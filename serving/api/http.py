@@ -24,6 +24,7 @@ from paceline.serving.wire.format import error_body, to_json
 
 log = logging.getLogger(__name__)
 
+_CODES = {401: "invalid_api_key", 403: "not_allowed", 404: "not_found", 408: "slow_body", 503: "unavailable"}
 _DRAIN_RETRY_S = 2
 """A replica that shuts down or has failed is replaced, or others take its requests, within seconds."""
 
@@ -107,8 +108,9 @@ def error_handler(parts: ApiParts) -> Callable[[Request, Exception], Awaitable[R
             status, kind, code = error.status, error.kind, error.code
             headers = {"Retry-After": str(_DRAIN_RETRY_S)} if status >= 500 else {}
         elif isinstance(error, HTTPException):
-            status, kind, headers = error.status_code, "invalid_request_error", dict(error.headers or {})
-            code = code or {401: "invalid_api_key", 403: "not_allowed", 404: "not_found", 408: "slow_body"}.get(status)
+            status, headers = error.status_code, dict(error.headers or {})
+            kind = "invalid_request_error" if status < 500 else "server_error"
+            code = code or _CODES.get(status)
         elif isinstance(error, RequestValidationError):
             status, kind, param = 400, "invalid_request_error", str(error.errors()[0]["loc"][-1])
             error = RequestError(f"{param}: {error.errors()[0]['msg']}")

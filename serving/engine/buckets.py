@@ -47,7 +47,7 @@ class BucketNames(msgspec.Struct):
             kept: names with a drafter version of their own: they are always told apart, and give way to nobody.
             is_own: the bucket is the tenant's own; OTHER_BUCKET is everybody's all the same.
         """
-        if is_own:
+        if is_own and name != OTHER_BUCKET:
             name = own_bucket(name or DEFAULT_BUCKET, tenant)
         if name is None or name == DEFAULT_BUCKET:
             return DEFAULT_BUCKET

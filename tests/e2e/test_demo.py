@@ -49,9 +49,10 @@ def short_path():
 
 @pytest.fixture
 def environment(short_path):
-    """As a user has it: no token for Ray is set."""
+    """As a user has it: no token for Ray is set, one for a service is, and a proxy that knows nothing of this computer."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_A")}
-    return {**kept, "TMPDIR": str(short_path), "HOME": str(short_path), "PYTHONUNBUFFERED": "1"}
+    around = {"PACELINE_API_TOKEN": "of-another-service", "http_proxy": "http://127.0.0.1:9"}
+    return {**kept, **around, "TMPDIR": str(short_path), "HOME": str(short_path), "PYTHONUNBUFFERED": "1"}
 
 
 def _check_document(result):

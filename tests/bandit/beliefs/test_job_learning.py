@@ -144,7 +144,7 @@ def test_a_learner_that_one_request_was_scored_of_is_priced_like_one_without_sco
 def test_a_class_that_refused_waits_for_no_more_rows_than_are_kept():
     """Four doublings of what a job needs would lock out a class whose text goes before so much has come."""
     w = _world()
-    d = _ordered(w)
+    _ordered(w)
     state = w.controller._state
     state.required_rows["c"] = 1 << 20
     belief = bucket_beliefs(state, w.controller._config, state.context)["c"]

@@ -131,6 +131,15 @@ def test_what_replicas_that_are_gone_have_written_is_deleted(make_driver, engine
     assert left == {f"lives/{drafters.first}", f"new/{drafters.other}", f"again/{drafters.broken}"}
 
 
+def test_a_second_process_that_drives_a_replica_is_told_so(make_driver, drafters):
+    first, second = make_driver("same"), make_driver("same")
+    assert first.stage(drafters.first)
+    with pytest.raises(ConfigError, match="another `paceline attach` drives same"):
+        second.stage(drafters.first)
+    first.stop()
+    assert second.stage(drafters.first)
+
+
 def test_no_version_is_blamed_for_an_engine_that_is_away(driver, engine, drafters):
     go_live(driver, drafters, drafters.first)
     engine.is_away = True

@@ -130,7 +130,9 @@ def test_metrics_of_the_engine_come_with_those_of_the_ingress(http: httpx.Client
     got = http.get("/metrics")
     assert got.text == "engine 1\ningress 2\n" and got.headers["content-type"].startswith("text/plain; version=0.0.4")
     behind.num_dead = 99
-    assert http.get("/metrics").status_code == 503
+    refused = http.get("/metrics")
+    error = refused.json()["error"]
+    assert (refused.status_code, error["type"], error["code"]) == (503, "server_error", "unavailable")
 
 
 def test_only_state_routes_are_relayed(http: httpx.Client, behind: Behind) -> None:

@@ -81,6 +81,29 @@ def test_an_answer_that_has_begun_breaks_off_and_one_of_the_application_stays_as
     assert (answer.status_code, answer.text, "retry-after" in answer.headers) == (503, "mine", False)
 
 
+@pytest.mark.parametrize("kind", [b"text/plain; charset=utf-8", b"application/json"])
+def test_what_serve_refuses_in_a_bare_line_is_said_as_the_api_says_it(kind):
+    """A router that is full answers before a replica could."""
+
+    async def is_full(scope, receive, send):
+        headers = [(b"Content-Type", kind), (b"retry-after", b"7")]
+        await send({"type": "http.response.start", "status": 429, "headers": headers})
+        for part in (b"Request dropped", b" due to backpressure"):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    with served(is_full) as url, httpx.Client(timeout=20) as client:
+        for _ in range(2):
+            answer = client.post(url, content=b"{}")
+            assert answer.status_code == 429
+            if kind == b"application/json":
+                assert answer.text == "Request dropped due to backpressure" and answer.headers["retry-after"] == "7"
+            else:
+                assert answer.json()["error"] | {"message": ""} == {
+                    "message": "", "type": "rate_limit_error", "param": None, "code": "queue_full"
+                } and answer.headers["retry-after"] == "1"  # fmt: skip
+
+
 def test_nothing_is_said_to_a_client_that_is_gone():
     sent: list[dict[str, Any]] = []
 

@@ -13,6 +13,7 @@ import pytest
 import ray
 from ray import serve
 
+from paceline.errors import ConfigError
 from paceline.infra.app import build, lean_nodes
 from paceline.infra.service.deployment import DeploymentLimits, bind_engine
 from paceline.infra.service.front import GAP_RETRY_S, PROXY_CALLBACK, PROXY_VARIABLE
@@ -114,3 +115,15 @@ def test_a_deployment_of_one_replica_is_told_of_the_gap_before_it_comes(tmp_path
         assert "503" not in caplog.text
         build(args)
     assert "num_replicas is 1: a redeployment stops the replica before the new one starts" in caplog.text
+
+
+def test_a_deployment_where_ray_has_gpus_must_say_what_its_replicas_take(tmp_path, monkeypatch):
+    """Ray hides no GPU from a replica that asked for none, so that several would load onto the same one."""
+    args = {"data_dir": str(tmp_path), "drafter": "lookup", "num_replicas": 2}
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 8.0, "GPU": 2.0})
+    with pytest.raises(ConfigError, match="must be cuda or cpu in a Ray cluster with GPUs"):
+        build(args)
+    build({**args, "device": "cpu"})
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 8.0})
+    build(args)

@@ -15,7 +15,7 @@ import ray
 from paceline.config import PolicyConfig, ServiceConfig
 from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.infra.app import run_service
-from paceline.infra.service.preflight import Preflight, check_early, preflight
+from paceline.infra.service.preflight import Preflight, check_early, cluster_address, preflight
 from paceline.paths import BUNDLED_DRAFTER, bundled, service_home
 from tests.helpers import refusing_store
 
@@ -136,3 +136,34 @@ def test_a_policy_that_cannot_be_made_is_refused_before_the_service_starts(tmp_p
     command = [sys.executable, "-c", OWN_POLICY, str(tmp_path / "data")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.stdout == "True\n", done.stderr[-2000:]
+
+
+ENDED = """
+import sys, time
+from paceline.config import ServiceConfig
+from paceline.infra.service.preflight import preflight
+def check():
+    raise KeyboardInterrupt
+began = time.monotonic()
+try:
+    preflight(ServiceConfig(device="cpu", data_dir=sys.argv[1]), check)
+except KeyboardInterrupt:
+    print(time.monotonic() - began)
+"""
+
+
+def test_a_start_that_should_end_does_not_wait_for_the_models_to_be_checked(tmp_path):
+    command = [sys.executable, "-c", ENDED, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert float(done.stdout) < 2.0 and not done.stderr
+
+
+@pytest.mark.parametrize(("given", "variable", "found"), [
+    (None, None, None), (None, "", None), (None, "local", None), ("local", "10.0.0.1:6379", None), (None, "auto", "auto"),
+    ("10.0.0.1:6379", "local", "10.0.0.1:6379"),
+])  # fmt: skip
+def test_a_ray_of_ones_own_is_no_cluster(given, variable, found, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+    assert cluster_address(ServiceConfig(ray_address=given)) == found

@@ -21,6 +21,18 @@ def test_a_signal_raises_where_it_is_asked_for_and_nowhere_else(number):
     assert signal.getsignal(number) == before
 
 
+def test_a_terminals_end_is_left_ignored_where_it_is():
+    """`nohup paceline serve` goes on."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals() as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            signals.check()
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_a_second_ctrl_c_does_not_wait():
     with StopSignals() as signals:
         os.kill(os.getpid(), signal.SIGINT)

@@ -76,3 +76,9 @@ def test_buckets_of_tenants_own_are_never_anothers_and_take_places_like_others()
     for client in ("code@bolt", "default@acme"):
         assert is_class(client) and not is_label(client), "an operator may name it, a client cannot"
     assert is_class("code@~ci") and not any(map(is_class, ("code@", "@acme", "a@b@c", "code@ x")))
+
+
+def test_what_a_tenant_may_not_name_is_in_nobodys_bucket():
+    names = BucketNames(5)
+    assert names.resolve(OTHER_BUCKET, "acme", is_own=True) == OTHER_BUCKET and len(names) == 1
+    assert names.resolve("chat", "acme", is_own=True) == "chat@acme"
