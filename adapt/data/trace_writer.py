@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.config import TraceConfig
-from paceline.errors import TraceError
 from paceline.machine import Clock, SystemClock
 from paceline.serving.sampling.request import RequestTrace
 
@@ -133,14 +132,16 @@ class TraceWriter:
             del self._pending[key]
             try:
                 self._store.write_shard(pending.traces, key[0])
-            except (TraceError, OSError) as e:
+            except (
+                Exception
+            ) as e:  # whatever a file system or an allocator raises: a thread that ends would keep nothing more
                 num_held = sum(len(p.traces) for p in self._pending.values() if p.is_held) + len(pending.traces)
                 if isinstance(e, OSError) and not everything and num_held <= self._config.max_pending:
                     pending.since, pending.is_held = now, True
                     self._pending[key] = pending
                     log.info("trace shard of bucket %s waits: %s", key[0], e)
                     continue
-                log.warning("trace shard of bucket %s lost: %s", key[0], e)
+                log.warning("trace shard of bucket %s lost: %r", key[0], e)
                 self._count("shards_failed", 1)
                 self._count("traces_dropped", len(pending.traces))
                 continue
@@ -152,5 +153,5 @@ class TraceWriter:
         max_age_s = self._config.max_age_s if self._clock.is_set else float("inf")  # of all nodes' traces
         try:
             self._store.enforce_limits(self._config.max_bytes, max_age_s, self._clock.now())
-        except OSError as e:
-            log.warning("trace store limits could not be enforced: %s", e)
+        except Exception as e:
+            log.warning("trace store limits could not be enforced: %r", e)

@@ -18,8 +18,9 @@ from paceline.contracts import BurstPlan
 from paceline.serving.drafters.family import TrainedDrafter
 from paceline.serving.sampling.request import RequestTrace
 
-SAVE_S = 10.0
-"""Seconds between two saved states: at most so much is lost to a kill."""
+SAVE_S, SAVE_SHARE = 10.0, 0.1
+"""Seconds between two saved states, and the share of a burst's time that saving large ones may take: at most so much is lost to
+a kill."""
 
 
 class Burst:
@@ -80,7 +81,7 @@ class Burst:
         Raises: DrafterMismatchError when the learner diverges.
         """
         others = _endless(rehearsal)
-        saved_at, finding, warm, has_scored = self._clock(), Finding.OPEN, None, False
+        saved_at, save_s, finding, warm, has_scored = self._clock(), 0.0, Finding.OPEN, None, False
         try:
             for number, start in enumerate(range(0, len(fresh), SCORED_TOGETHER)):
                 chunk = fresh[start : start + SCORED_TOGETHER]
@@ -95,9 +96,10 @@ class Burst:
                     if other is not None:
                         self._learn(other, is_rehearsal=True)
                     yield start + i + 1
-                if self._clock() - saved_at > SAVE_S:
+                if (began := self._clock()) - saved_at > max(SAVE_S, save_s / SAVE_SHARE):
                     self._save()
                     saved_at = self._clock()
+                    save_s = saved_at - began
                 finding = self.evidence.finding(self._min_gain)
                 if finding is Finding.SHORT:
                     break

@@ -4,6 +4,7 @@ import threading
 import time
 import zlib
 
+import pytest
 import torch
 
 from paceline.adapt.data.trace_store import TraceStore
@@ -98,9 +99,10 @@ def test_a_stalled_store_drops_and_counts_instead_of_blocking(tmp_path):
     assert counts["traces_written"] + counts["traces_dropped"] == 50
 
 
-def test_a_store_that_refuses_is_counted_and_the_writer_goes_on(tmp_path):
+@pytest.mark.parametrize("error", [OSError("disk full"), MemoryError(), RuntimeError("of a library")])
+def test_a_store_that_refuses_is_counted_and_the_writer_goes_on(tmp_path, error):
     store = GatedStore(tmp_path)
-    store.error = OSError("disk full")
+    store.error = error
     writer = TraceWriter(store, TraceConfig(flush_interval_s=60))
     writer.record_trace(make_trace("lost"))
     assert writer.flush()

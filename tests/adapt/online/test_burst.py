@@ -1,5 +1,6 @@
 """A burst scores every request once and before it is learned, keeps what it has whatever ends it, and stops when it is sure."""
 
+import itertools
 import math
 
 import pytest
@@ -120,20 +121,25 @@ def test_a_stop_keeps_what_was_learned_before_it():
     assert saved[0][1]["step"] == learner.num_steps > 0 and burst.num_learned in (len(done), len(done) + 1)
 
 
-def test_a_burst_saves_at_intervals(monkeypatch):
+@pytest.mark.parametrize("save_s", [0.0, 0.15])
+def test_a_burst_saves_at_intervals_of_which_saving_takes_a_tenth(monkeypatch, save_s):
     monkeypatch.setattr(burst_module, "SAVE_S", 1.0)
-    clock, learner, saved = ManualClock(0.0), Told([]), []
+    clock, learner, saved, at = ManualClock(0.0), Told([]), [], []
 
     def look():
         clock.advance(0.05)
         return False
 
-    burst = make_burst(
-        learner, should_stop=look, clock=clock.now, save=lambda: saved.append(learner.num_steps), min_gain=5.0
-    )
-    list(burst.run(OWN, OTHERS))
+    def save():
+        at.append(clock.now())
+        clock.advance(save_s)
+        saved.append(learner.num_steps)
+
+    burst = make_burst(learner, should_stop=look, clock=clock.now, save=save, min_gain=5.0)
+    list(burst.run([learnable_trace(f"m{i}") for i in range(80)], []))
     assert len(saved) > 2 and saved == sorted(saved)
-    assert burst.train_s + burst.shadow_s == pytest.approx(clock.now(), abs=1e-6)
+    assert all(b - a >= max(1.0, 11 * save_s) for a, b in itertools.pairwise(at[:-1])), "the last is that of the end"
+    assert burst.train_s + burst.shadow_s == pytest.approx(clock.now() - save_s * len(saved), abs=1e-6)
 
 
 def test_a_burst_ends_when_it_surely_gains_too_little():

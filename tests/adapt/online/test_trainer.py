@@ -1,5 +1,6 @@
 """A burst ends in a result with its reason, only an accepted version is registered, and the next burst goes on from it."""
 
+import math
 import shutil
 
 import msgspec
@@ -205,6 +206,7 @@ def test_a_burst_whose_time_is_up_before_it_scores_tells_what_it_learned(place, 
 
 def test_a_burst_that_is_killed_loses_no_more_than_it_had_not_saved(place, learners, monkeypatch):
     monkeypatch.setattr("paceline.adapt.online.burst.SAVE_S", 0.0)
+    monkeypatch.setattr("paceline.adapt.online.burst.SAVE_SHARE", math.inf)
 
     class Killed(BaseException):
         pass
