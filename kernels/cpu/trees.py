@@ -24,14 +24,21 @@ from paceline.kernels.cpu.library import choose_isa, load_library
 ProposalFields = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """Token ids and log-probabilities (F, S, K), widths (F, S) or None, edges (F, S - 1, K, K) or None."""
 _TAKEN, _EMPTY, _WRONG = range(3)
+_HELD_BYTES = 1 << 18
+"""Copied within some ten microseconds."""
 
 
 @functools.cache
-def load_trees() -> ctypes.CDLL | None:
-    """The library with its tree functions, or None where the CPU's native code is not used."""
+def load_trees() -> ctypes.PyDLL | None:
+    """The library with its tree functions, or None where the CPU's native code is not used.
+
+    As suffix.py has its own: they take microseconds with the interpreter's lock held, and a released one comes back late. What
+    takes longer is called by `_released`.
+    """
     library = load_library() if choose_isa() is not None else None
     if library is None:
         return None
+    held = ctypes.PyDLL(library._name, handle=library._handle)
     number, at = c_int64, c_void_p
     for name, result, arguments in (
         ("trees_new", at, ()),
@@ -48,9 +55,18 @@ def load_trees() -> ctypes.CDLL | None:
         ("trees_copy", number, (at, at, at, at, number, number, number, number, number)),
         ("trees_fold", number, (at,)),
     ):
-        function = getattr(library, name)
+        function = getattr(held, name)
         function.restype, function.argtypes = result, arguments
-    return library
+    return held
+
+
+@functools.cache
+def _released(name: str) -> ctypes._CFuncPtr:
+    """A function of the library that is called with the interpreter's lock released."""
+    held, library = getattr(load_trees(), name), load_library()
+    function = getattr(library, name)
+    function.restype, function.argtypes = held.restype, held.argtypes
+    return function
 
 
 class Record:
@@ -89,7 +105,7 @@ class TreeMaker:
     """Builds the trees of one round after the other: blocks of one drafter, ranked, then those of the next, then all cut
     and packed. One thread only."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.PyDLL) -> None:
         self._library, self._trees = library, library.trees_new()
         # An engine's thread may still run when the interpreter ends.
         weakref.finalize(self, library.trees_free, self._trees).atexit = False
@@ -206,7 +222,7 @@ class TreeMaker:
         size = library.trees_cut(self._trees, self._nodes.address, self._nodes.address + 8 * count)
         *kept, width = nodes.tolist()
         columns, bounds = np.empty((4, size), dtype=np.int64), np.empty(count + 1, dtype=np.int64)
-        token_ids, parents, depths, cells = map(torch.from_numpy, columns)
+        token_ids, parents, depths, cells = torch.from_numpy(columns).unbind(0)
         scores, cu_nodes, ancestors = map(
             torch.from_numpy, (np.empty(size, dtype=np.float32), bounds, np.empty((size, width), dtype=np.bool_))
         )
@@ -237,6 +253,7 @@ def walk_trees(
     library, size, count = load_trees(), token_ids.numel(), cu_nodes.numel() - 1
     if library is None:
         return None
+    walk = library.trees_walk
     room = getattr(_walks, "room", None)
     if room is None:
         room = _walks.room = _Room(torch.int64)
@@ -249,9 +266,10 @@ def walk_trees(
     else:
         if drawn.dtype != torch.float32 or drawn.stride(1) != 1:
             drawn = drawn.float().contiguous()
+        walk = _released("trees_walk")
         draws = struct.pack("4q", 0, drawn.data_ptr(), drawn.stride(0), drawn.shape[1])
     at = room.address
-    num_rows = library.trees_walk(
+    num_rows = walk(
         ids.data_ptr(), parents.data_ptr(), cu_nodes.data_ptr(), draws, count, at, at + 8 * size, at + 16 * size
     )
     values = found.tolist()
@@ -272,9 +290,11 @@ def copy_rows(to: torch.Tensor, to_rows: torch.Tensor, source: torch.Tensor, sou
     stride = to.stride(rows_at)
     if stride != source.stride(rows_at):
         return False
-    if library.trees_copy(
-        to.data_ptr(), source.data_ptr(), to_rows.data_ptr(), source_rows.data_ptr(), num_rows,
-        stride * to.element_size(), to.shape[0] if rows_at else 1, to.shape[rows_at], source.shape[rows_at],
+    num_bytes, num_layers = stride * to.element_size(), to.shape[0] if rows_at else 1
+    copy = library.trees_copy if num_rows * num_bytes * num_layers <= _HELD_BYTES else _released("trees_copy")
+    if copy(
+        to.data_ptr(), source.data_ptr(), to_rows.data_ptr(), source_rows.data_ptr(), num_rows, num_bytes, num_layers,
+        to.shape[rows_at], source.shape[rows_at],
     ):  # fmt: skip
         raise IndexError(f"rows must be in [0, {source.shape[rows_at]}) and [0, {to.shape[rows_at]})")
     return True

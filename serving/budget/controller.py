@@ -95,13 +95,12 @@ class BudgetController:
         Returns: (B,) int64, at most max_draft_tokens each.
         """
         masses = masses[:, : self.config.max_draft_tokens]
-        available = (masses > 0).sum(1)
         if num_drafting is None:
-            num_drafting = int((available > 0).sum())
+            num_drafting = int((masses > 0).any(1).sum())
         nodes = self._rule.choose(masses, context_rows, num_drafting)
         for i, floor in enumerate(self.floors(keys)):
             if floor:
-                nodes[i] = max(nodes[i], min(floor, available[i]))
+                nodes[i] = max(nodes[i], min(floor, (masses[i] > 0).sum()))
         return nodes
 
     def floors(self, keys: Sequence[DraftKey | None]) -> list[int]:

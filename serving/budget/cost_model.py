@@ -194,6 +194,13 @@ class CostModel:
         """`predict` of one row count, without an array."""
         return self._at_calibration(rows, context_rows, num_requests) * self.scale(context_rows)
 
+    def up_to(self, rows: int, context_rows: int = 0) -> list[float]:
+        """`seconds` of 0, 1, ..., `rows` rows of one request."""
+        times, scale = self._times(context_rows, 1)[0], self.scale(context_rows)
+        return [t * scale for t in times[: rows + 1]] + [
+            self.seconds(n, context_rows) for n in range(len(times), rows + 1)
+        ]
+
     def _at_calibration(self, rows: float, context_rows: int, num_requests: int) -> float:
         if isinstance(rows, int):
             times = self._times(context_rows, num_requests)[0]

@@ -96,9 +96,10 @@ class RateRule:
 
     def choose(self, masses: np.ndarray, context_rows: int, num_drafting: int) -> np.ndarray:
         """See NodeRule; splits every total as node_split.py says."""
-        num_requests, available = masses.shape[0], (masses > 0).sum(1)
+        num_requests = masses.shape[0]
         if num_requests == 1:
-            return np.array([self._choose_one(masses[0, : available[0]].tolist(), context_rows, num_drafting)])
+            return np.array([self._choose_one(masses[0].tolist(), context_rows, num_drafting)])
+        available = (masses > 0).sum(1)
         fixed_s = self._costs.draft_s(num_drafting) + self._costs.aux_s(num_drafting)
 
         def times(start: int, stop: int) -> np.ndarray:
@@ -107,12 +108,15 @@ class RateRule:
         return best_split(masses, available, times, self._costs.padding(context_rows, num_requests))
 
     def _choose_one(self, masses: Sequence[float], context_rows: int, num_drafting: int) -> int:
-        """`choose` for a lone request, without arrays; masses: all above 0."""
+        """`choose` for a lone request, without arrays; masses: falling, 0 = absent."""
         fixed_s = self._costs.draft_s(num_drafting) + self._costs.aux_s(num_drafting)
-        best, best_rate, gain = 0, 1.0 / (fixed_s + self._costs.verify.seconds(1, context_rows)), 1.0
+        times = self._costs.verify.up_to(1 + len(masses), context_rows)
+        best, best_rate, gain = 0, 1.0 / (fixed_s + times[1]), 1.0
         for num, mass in enumerate(masses, 1):
+            if mass <= 0:
+                break
             gain += mass
-            rate = gain / (fixed_s + self._costs.verify.seconds(1 + num, context_rows))
+            rate = gain / (fixed_s + times[1 + num])
             if rate > best_rate:
                 best, best_rate = num, rate
         return best

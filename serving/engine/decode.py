@@ -47,6 +47,7 @@ class RoundRows:
     def __init__(self, kv: KVPool) -> None:
         self._kv = kv
         self._scratch = kv.scratch_rows(kv.num_scratch_rows)  # (max rows of a round,) int64
+        self._numbers = torch.arange(kv.num_scratch_rows, device=self._scratch.device)
         self._out_rows = self._scratch[:0]
         self._table = self._scratch[None, :0]
         self._is_behind_context = False
@@ -88,8 +89,10 @@ class RoundRows:
             if keeps_features:
                 self._kv.features.index_copy_(0, self._out_rows, features)  # type: ignore[union-attr, arg-type]
             return
-        moved, stays = list[int](), list[int]()  # packed rows
-        moved_at, stays_at = list[int](), list[int]()  # where the table has the rows of their positions
+        moved: list[int] = []
+        stays: list[int] = []  # packed rows
+        moved_at: list[int] = []
+        stays_at: list[int] = []  # where the table has the rows of their positions
         width = self._table.shape[1]
         for i, (r, path) in enumerate(zip(requests, paths, strict=True)):
             first, at, num_rows = 1, i * width + r.context_len, len(path)
@@ -104,8 +107,11 @@ class RoundRows:
         if not moved and not keeps_features:
             return
         device, num_moved = self._scratch.device, len(moved)
-        src = upload(moved + stays, device, torch.int64)
-        dst = self._table.reshape(-1).index_select(0, upload(moved_at + stays_at, device, torch.int64))
+        if not moved and self._is_behind_context:  # all that stays is the head of the round's rows
+            src, dst = self._numbers[: len(stays)], self._out_rows[: len(stays)]
+        else:
+            src = upload(moved + stays, device, torch.int64)
+            dst = self._table.reshape(-1).index_select(0, upload(moved_at + stays_at, device, torch.int64))
         if moved:
             self._kv.commit(self._out_rows.index_select(0, src[:num_moved]), dst[:num_moved])
         if keeps_features and not copy_rows(self._kv.features, dst, features, src):  # type: ignore[arg-type]
@@ -478,9 +484,11 @@ class DecodeRunner:
         context_rows = sum(r.context_len for r in requests)
         # With one token left there is nothing to gain from a draft.
         keys = [k if r.token_limit - len(r.tokens) > 1 else None for k, r in zip(batch.keys, requests, strict=True)]
-        text_keys = self._text_keys(batch, keys)
-        keys = self._policy.turns(keys, text_keys, context_rows)
-        has_turn = [own is not None and key == own for key, own in zip(keys, text_keys, strict=True)]
+        has_turn = [False] * len(keys)
+        if self._policy.text is not None:
+            text_keys = self._text_keys(batch, keys)
+            keys = self._policy.turns(keys, text_keys, context_rows)
+            has_turn = [own is not None and key == own for key, own in zip(keys, text_keys, strict=True)]
         backlogs = [
             0 if is_text else r.context_len - r.drafted_len for r, is_text in zip(requests, has_turn, strict=True)
         ]
