@@ -89,7 +89,8 @@ def _run_job(
 
     log.info("training started job=%s bucket=%s arm=%s", job.job_id, job.bucket, job.arm.name)
     store, registry = TraceStore(trace_root), DrafterRegistry(registry_root)
-    return run_training_job(job, store, registry, target, shadow=ShadowConfig(chain=chain), **options)
+    # its process is the job's alone: what imports took of a CPU is paid for, too
+    return run_training_job(job, store, registry, target, shadow=ShadowConfig(chain=chain), began=0.0, **options)
 
 
 def _has_cuda() -> bool:

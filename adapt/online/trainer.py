@@ -77,9 +77,10 @@ class _Watch:
     """Deadline, stop request and heartbeat of one burst; `should_stop` is polled at every step."""
 
     def __init__(
-        self, limit_s: float, should_stop: Callable[[], bool], heartbeat: Callable[[], None], clock: Callable[[], float]
-    ) -> None:
-        self._clock, self._began = clock, clock()
+        self, limit_s: float, should_stop: Callable[[], bool], heartbeat: Callable[[], None], clock: Callable[[], float],
+        began: float,
+    ) -> None:  # fmt: skip
+        self._clock, self._began = clock, began
         self._limit_s, self._asked, self._heartbeat = limit_s, should_stop, heartbeat
         self._next_beat = 0.0
         self.reason = ""
@@ -126,6 +127,7 @@ def run_training_job(
     progress: Progress = lambda done, total, info: None,
     shadow: ShadowConfig | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    began: float | None = None,
     learners: LearnerStore | None = None,
 ) -> TrainResult:
     """Carry out one order; an accepted version is in the registry when this returns, and the learner's state is stored.
@@ -137,12 +139,12 @@ def run_training_job(
         should_stop: polled at every optimizer step and replay round.
         heartbeat: called about twice a second while the job runs.
         progress: (requests of the class learned, those there are, {"nll"}) after every one.
-        clock: seconds that the time limit and the result count in.
+        clock: seconds that the time limit and the result count in. began: its reading at the job's start; None: now.
         learners: where states lie between bursts; None: every burst begins at the base.
     Returns: a TrainResult; seconds are those of `clock`.
     Raises: nothing that service brings about; programming errors only.
     """
-    watch = _Watch(job.time_limit_s, should_stop, heartbeat, clock)
+    watch = _Watch(job.time_limit_s, should_stop, heartbeat, clock, clock() if began is None else began)
     try:
         with held_threads(threads):
             if isinstance(target, str | Path):

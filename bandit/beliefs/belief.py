@@ -74,6 +74,8 @@ class BucketBelief(msgspec.Struct, frozen=True, kw_only=True):
     """What it learns; a burst on others would begin anew."""
     unsure: Unsure | None = None
     """What is known of its gain; None = nothing."""
+    is_tried: bool = False
+    """A job has read its present text, whatever came of it."""
     required_rows: int
     """Fresh rows that the pay-off rule waits for: doubles after a job that the gate refused."""
     is_active: bool
@@ -100,6 +102,7 @@ class BucketBelief(msgspec.Struct, frozen=True, kw_only=True):
             learned_rows=most.learned_rows,
             first_rows=most.first_rows,
             required_rows=max(b.required_rows for b in beliefs),
+            is_tried=any(b.is_tried for b in beliefs),
             is_active=any(b.is_active for b in beliefs),
         )
 

@@ -217,6 +217,9 @@ def bucket_beliefs(state: ControllerState, config: PolicyConfig, context: HostCo
             learner_rows=learner[0],
             learner_parameters=learner[1],
             unsure=state.unsure.get(name) if learner[0] else None,
+            is_tried=state.rows_at_job.get(name, 0) > state.buckets[name].rows_at_start
+            if name in state.buckets
+            else False,
             required_rows=max(min(state.required_rows.get(name, 0), usable), config.min_rows),
             is_active=0 < meter.load >= ACTIVE_SHARE * total and name not in context.assigned,
             batches=state.round_costs.batches(name),

@@ -87,7 +87,7 @@ class PricedRecall(msgspec.Struct, frozen=True, kw_only=True):
 
 def headroom(belief: BucketBelief, best_length: float) -> float:
     """Tokens a round that training might still add: k = 1 of the gain model, from the best length seen on any bucket."""
-    is_tried = belief.learned_rows > belief.first_rows or belief.learner_rows > 0
+    is_tried = belief.is_tried or belief.learned_rows > belief.first_rows or belief.learner_rows > 0
     return headroom_of(belief.length, best_length, MIN_HEADROOM if is_tried else UNTRIED_HEADROOM)
 
 

@@ -10,7 +10,7 @@ from paceline.bandit.beliefs.evidence import EvidenceModel
 from paceline.bandit.beliefs.gain_model import GainModel, learned_share
 from paceline.bandit.beliefs.job_cost import MAX_LONGER, CostModel, prior_training_s
 from paceline.bandit.controller.epoch import bucket_beliefs, learner_of
-from paceline.bandit.policies.pricing import price_jobs
+from paceline.bandit.policies.pricing import MIN_HEADROOM, UNTRIED_HEADROOM, headroom, price_jobs
 from paceline.config import PolicyConfig
 from paceline.contracts import Decision, TrainResult
 from tests.helpers.views import make_belief
@@ -139,6 +139,21 @@ def test_a_learner_that_one_request_was_scored_of_is_priced_like_one_without_sco
         best_length=2.5, horizon_s=600.0, min_rows=2000, num_replicas=1,
     )  # fmt: skip
     assert jobs and all(math.isfinite(j.saving_s) and j.saving_s > 0 for j in jobs)
+
+
+def test_a_class_that_refused_is_hoped_for_no_more_until_its_text_changes():
+    w = _world()
+    d = _ordered(w)
+    state, config = w.controller._state, w.controller._config
+    result = w.train(d)
+    _end(w, d, msgspec.structs.replace(result, status="rejected", version=None))
+    belief = bucket_beliefs(state, config, state.context)["c"]
+    assert belief.is_tried and belief.learner_rows == 0 and belief.learned_rows == belief.first_rows
+    far = msgspec.structs.replace(belief, length=3.0)
+    assert headroom(far, 3.0) == pytest.approx(MIN_HEADROOM * 3.0)
+    assert headroom(msgspec.structs.replace(far, is_tried=False), 3.0) == pytest.approx(UNTRIED_HEADROOM * 3.0)
+    state.buckets["c"].reset(w.clock.now(), state.rows_at_job["c"])
+    assert not bucket_beliefs(state, config, state.context)["c"].is_tried
 
 
 def test_a_class_that_refused_waits_for_no_more_rows_than_are_kept():

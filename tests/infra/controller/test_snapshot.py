@@ -56,7 +56,7 @@ GOLDEN = {
         "ledger bank_s job slowdown num_decisions num_jobs_learned num_rows_dropped"
     ),
     "bandit.beliefs.math": (
-        "bucket load time_per_token_s round_s plain_token_s length length_se usable_rows fresh_rows learned_rows first_rows learner_rows learner_parameters unsure "
+        "bucket load time_per_token_s round_s plain_token_s length length_se usable_rows fresh_rows learned_rows first_rows learner_rows learner_parameters unsure is_tried "
         "required_rows is_active batches"
     ),
     "bandit.posterior": "arm bucket mean low high prior_mean prior_low prior_high",
