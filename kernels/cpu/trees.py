@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from ctypes import c_int64, c_void_p
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,7 +62,7 @@ def load_trees() -> ctypes.PyDLL | None:
 
 
 @functools.cache
-def _released(name: str) -> ctypes._CFuncPtr:
+def _released(name: str) -> Any:
     """A function of the library that is called with the interpreter's lock released."""
     held, library = getattr(load_trees(), name), load_library()
     function = getattr(library, name)

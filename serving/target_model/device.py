@@ -35,14 +35,10 @@ def upload(
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def upload_all(columns: Sequence[list[int]], device: torch.device) -> Iterator[torch.Tensor]:
+def upload_all(columns: Sequence[list[int]], device: torch.device) -> tuple[torch.Tensor, ...]:
     """int64 tensors of these columns, parts of one that is uploaded.  Syncs: none."""
     whole = np.array(list(itertools.chain.from_iterable(columns)), dtype=np.int64)
-    bounds = [0, *itertools.accumulate(map(len, columns))]
-    if device.type == "cpu":
-        return (torch.from_numpy(whole[a:b]) for a, b in itertools.pairwise(bounds))
-    tensor = upload(torch.from_numpy(whole), device)
-    return (tensor[a:b] for a, b in itertools.pairwise(bounds))
+    return upload(torch.from_numpy(whole), device).split([len(column) for column in columns])
 
 
 _CGROUP = Path("/sys/fs/cgroup")
