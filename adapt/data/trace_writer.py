@@ -132,9 +132,8 @@ class TraceWriter:
             del self._pending[key]
             try:
                 self._store.write_shard(pending.traces, key[0])
-            except (
-                Exception
-            ) as e:  # whatever a file system or an allocator raises: a thread that ends would keep nothing more
+            # whatever a file system or an allocator raises: a thread that ends would keep nothing more
+            except Exception as e:
                 num_held = sum(len(p.traces) for p in self._pending.values() if p.is_held) + len(pending.traces)
                 if isinstance(e, OSError) and not everything and num_held <= self._config.max_pending:
                     pending.since, pending.is_held = now, True

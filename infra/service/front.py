@@ -158,10 +158,11 @@ def _content_type(message: AsgiMessage) -> bytes:
 async def _refuse(send: AsgiSend, error: HTTPException, code: str = "no_replica") -> None:
     """code: of an error that is the service's own."""
     refusals().inc(tags={"code": str(error.status_code)})
-    kinds = {429: "rate_limit_error"} | dict.fromkeys(range(500, 600), "server_error")
-    kind = kinds.get(error.status_code, "invalid_request_error")
-    is_ours = error.status_code in kinds
-    fault = {"message": error.detail, "type": kind, "param": None, "code": code if is_ours else None}
+    kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
+    if error.status_code == 429:
+        kind = "rate_limit_error"
+    is_clients = kind == "invalid_request_error"
+    fault = {"message": error.detail, "type": kind, "param": None, "code": None if is_clients else code}
     body = json.dumps({"error": fault}).encode()
     headers = [
         (b"content-type", b"application/json"),

@@ -15,7 +15,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignals:
-    """Notes these signals in `stop`, but a terminal's end where that is ignored (nohup); a context manager for the main thread that puts the old handlers back.
+    """Notes these signals in `stop`, but a terminal's end where that is ignored (nohup); a context manager for the main thread
+    that puts the old handlers back.
 
     A handler that raises may do so between a lock's acquisition and its release (logging's, say: every thread that logs
     hangs from then on) or inside a finalizer, where the exception is lost. Callers ask `check` where it is safe instead.

@@ -13,6 +13,7 @@ import functools
 import logging
 import os
 import threading
+from collections.abc import Iterable
 from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +99,25 @@ def load_library() -> ctypes.CDLL | None:
     library = ctypes.CDLL(str(path))
     library.available_isas.restype = c_int64
     return library
+
+
+def held_library(functions: Iterable[tuple[str, Any, tuple[Any, ...]]]) -> ctypes.PyDLL | None:
+    """The library for calls with the interpreter's lock held, or None where the CPU's native code is not used.
+
+    For what takes microseconds: a whole step takes a millisecond, and getting a released lock back from a busy thread takes
+    milliseconds.
+
+    Args:
+        functions: name, type of the result and types of the arguments of each.
+    """
+    library = load_library() if choose_isa() is not None else None
+    if library is None:
+        return None
+    held = ctypes.PyDLL(library._name, handle=library._handle)
+    for name, result, arguments in functions:
+        function = getattr(held, name)
+        function.restype, function.argtypes = result, arguments
+    return held
 
 
 def choose_isa(wanted: str | None = None) -> str | None:

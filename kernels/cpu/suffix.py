@@ -19,32 +19,21 @@ from ctypes import c_int64, c_void_p
 
 import torch
 
-from paceline.kernels.cpu.library import choose_isa, load_library
+from paceline.kernels.cpu.library import held_library
 from paceline.kernels.cpu.trees import Record
 
 
 @functools.cache
 def load_suffixes() -> ctypes.PyDLL | None:
-    """The library with its functions of texts, or None where the CPU's native code is not used.
-
-    They are called with the interpreter's lock held: they take microseconds, a whole step a millisecond, and getting a
-    released lock back from a busy thread takes milliseconds.
-    """
-    library = load_library() if choose_isa() is not None else None
-    if library is None:
-        return None
-    held = ctypes.PyDLL(library._name, handle=library._handle)
+    """The library with its functions of texts, or None where the CPU's native code is not used."""
     number, at = c_int64, c_void_p
-    for name, result, arguments in (
+    return held_library((
         ("suffix_new", at, (number, number)),
         ("suffix_free", None, (at,)),
         ("suffix_extend", number, (at, at, number)),
         ("suffix_longest", number, (at,)),
         ("suffix_slots", None, (at, at, number, number, at, at)),
-    ):
-        function = getattr(held, name)
-        function.restype, function.argtypes = result, arguments
-    return held
+    ))  # fmt: skip
 
 
 class NativeAutomaton:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.kernels.cpu.library import choose_isa, load_library
+from paceline.kernels.cpu.library import held_library, load_library
 
 ProposalFields = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """Token ids and log-probabilities (F, S, K), widths (F, S) or None, edges (F, S - 1, K, K) or None."""
@@ -31,17 +31,10 @@ _HELD_BYTES = 1 << 18
 
 @functools.cache
 def load_trees() -> ctypes.PyDLL | None:
-    """The library with its tree functions, or None where the CPU's native code is not used.
-
-    As suffix.py has its own: they take microseconds with the interpreter's lock held, and a released one comes back late. What
-    takes longer is called by `_released`.
-    """
-    library = load_library() if choose_isa() is not None else None
-    if library is None:
-        return None
-    held = ctypes.PyDLL(library._name, handle=library._handle)
+    """The library with its tree functions, or None where the CPU's native code is not used; what takes longer than
+    microseconds is called by `_released`."""
     number, at = c_int64, c_void_p
-    for name, result, arguments in (
+    return held_library((
         ("trees_new", at, ()),
         ("trees_free", None, (at,)),
         ("trees_start", None, (at, number)),
@@ -55,10 +48,7 @@ def load_trees() -> ctypes.PyDLL | None:
         ("trees_walk", number, (at, at, at, at, number, at, at, at)),
         ("trees_copy", number, (at, at, at, at, number, number, number, number, number)),
         ("trees_fold", number, (at,)),
-    ):
-        function = getattr(held, name)
-        function.restype, function.argtypes = result, arguments
-    return held
+    ))  # fmt: skip
 
 
 @functools.cache

@@ -13,7 +13,6 @@ Shape legend: B requests of the round.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -375,11 +374,13 @@ class Switch:
         if state.since_plain >= _wait(1 - 1 / rate, state.num_compared):
             return wants
         on = [k for k in known if k[0].state == "on"]
-        for i in itertools.chain.from_iterable(own for _, own in on):
-            wants[i] = backlogs[i] <= FREE_BACKLOG
-            if not wants[i]:
-                plain_s = self._costs.round_s(num_requests, 0, context_rows, num_requests)
-                saved_s = plain_s / num_requests * (1 - 1 / rate)  # by a token
+        for _, own in on:
+            for i in own:
+                wants[i] = backlogs[i] <= FREE_BACKLOG
+        if behind := [i for _, own in on for i in own if not wants[i]]:
+            plain_s = self._costs.round_s(num_requests, 0, context_rows, num_requests)
+            saved_s = plain_s / num_requests * (1 - 1 / rate)  # by a token
+            for i in behind:
                 wants[i] = self._costs.catch_up_s(backlogs[i]) <= horizons[i] * saved_s
         num_drafting = sum(wants)
         if num_drafting < sum(len(own) for _, own in on):
