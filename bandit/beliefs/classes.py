@@ -29,12 +29,18 @@ CLUMP_WEIGHT = 64.0
 """Vectors that a clump remembers: beyond it the old ones fade, so classes follow their text."""
 MIN_WEIGHT = 8.0
 """Vectors behind a class, at least: a few odd prompts make none."""
-SPLIT, JOIN = 0.24, 0.12
-"""Share of the variance of two groups, counted as equally large, that lies between them: from SPLIT on they are two classes,
-below JOIN, if both were like the narrower one, they are one. Halves of a round cloud of vectors in the 5 to 8 directions that prompts of one kind vary in have about 0.2."""
-SPLIT_GAIN, JOIN_GAIN = 0.12, 0.06
-"""What a split takes off the variance of all traffic, at least, and what keeps two classes apart, in variances of a usual
-class: what is rare or differs little, such as five forms of one question, stays together."""
+SPLIT = 0.24
+"""Share of the variance of two groups, counted as equally large, that lies between them, from which on they may be two classes.
+Halves of a round cloud of vectors in the 5 to 8 directions that prompts of one kind vary in have about 0.2."""
+GAIN = 0.12
+"""What a split takes off the variance of all traffic, in variances of a usual class, that makes it worth a class: what is
+rare or differs little, such as five forms of one question, stays together."""
+SURE, NARROW_GAIN = 2.0, 0.06
+"""A split of groups that are narrower than a usual class, or of many that there are, is worth one by what it takes off the variance
+of the two, in their own variances and times their part of the traffic, if they lie apart by SURE / n more than SPLIT, with n vectors
+in the smaller one. Variances of a real model's kinds differ 16-fold."""
+KEEP = 0.5
+"""Part of what splits a class below which two are joined, so that classes do not come and go."""
 REACH = 2.0
 """A vector farther from a class than this many times its root-mean-square distance belongs to none; of the prompts of one
 kind 99% lie within 1.7."""
@@ -47,6 +53,8 @@ IDLE_S = 3600.0
 """A class that was not seen for so long gives its number to a new one, if there is no other."""
 SHARE_S = 600.0
 """Time over which shares of the traffic fade to 1/e."""
+PAUSE_S = 60.0
+"""What a pause of all traffic counts of it, at most: what comes first behind a night is not the whole of it."""
 MOVED = 0.1
 """Distance, in spreads of the class, by which a published centre may be off."""
 MAX_RATE = 100
@@ -67,6 +75,8 @@ class ClassBook(msgspec.Struct, kw_only=True):
     weights: list[float] = []
     spreads: list[float] = []
     """Sum of the squared distances of a clump's vectors from its mean."""
+    counts: list[tuple[float, float]] = []
+    """Vectors of each clump, fading over SHARE_S and over IDLE_S of traffic."""
     labels: list[int] = []
     """Class of each clump; 0 = none."""
     tenants: list[dict[str, float]] = []
@@ -119,8 +129,12 @@ class ClassBook(msgspec.Struct, kw_only=True):
         if clumps is None:
             return
         self.second = (second, count + len(new))
-        fade = math.exp(-max(now - self.faded, 0.0) / SHARE_S)
-        self.shares, self.faded = {k: v * fade for k, v in self.shares.items()}, now
+        idle_s = max(now - self.faded, 0.0) if self.num_vectors else 0.0
+        self.faded, fade = now, math.exp(-idle_s / SHARE_S)
+        self.shares = {k: v * fade for k, v in self.shares.items()}
+        served_s = min(idle_s, PAUSE_S)
+        faded = clumps.counts * (math.exp(-served_s / SHARE_S), math.exp(-served_s / IDLE_S))
+        clumps.counts = np.maximum(faded, 1e-9)  # a share of nothing has no value
         reach = {_number(name): r for name, r in zip(self.published.names, self.published.radii, strict=True)}
         for vector, tenant in zip(new, whose, strict=True):
             label = clumps.add(vector, reach, tenant)
@@ -175,7 +189,7 @@ class ClassBook(msgspec.Struct, kw_only=True):
 
     def _begin(self, space: str) -> None:
         self.space, self.means = space, b""
-        self.weights, self.spreads, self.labels, self.tenants = [], [], [], []
+        self.weights, self.spreads, self.counts, self.labels, self.tenants = [], [], [], [], []
         gone = sorted(_number(n) for n in self.published.names)
         self.freed, self.ended = [*self.freed, *gone], [*self.ended, *gone]
         self.seen, self.shares, self.pool_of = {}, {}, {}
@@ -202,18 +216,17 @@ class ClassBook(msgspec.Struct, kw_only=True):
     def _join(self, clumps: _Clumps, is_kept: Collection[int]) -> None:
         """Join classes that lie in one another, the nearest first; the kept number stays, else the lower one.
 
-        Two kept ones of different tenants stay apart.
+        Two kept ones of different tenants stay apart, and a kept one is not too rare to be a class.
         """
         while True:
-            groups = clumps.groups()
-            least = JOIN_GAIN * clumps.unit()
+            groups, unit = clumps.groups(), clumps.unit()
             pairs = [
-                (min(_apart(groups[a], groups[b]) / JOIN, _gain(groups[a], groups[b]) / least), a, b)
+                (_nearness(groups[a], groups[b], unit, is_either_kept=a in is_kept or b in is_kept), a, b)
                 for a in groups
                 for b in groups
                 if a < b and not (a in is_kept and b in is_kept and clumps.main_tenant(a) != clumps.main_tenant(b))
             ]
-            if not pairs or min(pairs)[0] >= 1:
+            if not pairs or min(pairs)[0] >= KEEP:
                 return
             _, kept, gone = min(pairs)
             if gone in is_kept and kept not in is_kept:
@@ -315,18 +328,24 @@ class _Group(msgspec.Struct, frozen=True):
     mean: np.ndarray  # (d,) float64
     spread: float
     """Root-mean-square distance of the vectors from the mean, at least MIN_SPREAD."""
+    share: float
+    """Part of the traffic of the last SHARE_S or IDLE_S, whichever is larger: of what has just begun, and of what pauses."""
+    count: float
+    """Vectors, fading over IDLE_S."""
 
 
 class _Clumps:
     """The clumps of a book as arrays, for a while."""
 
     def __init__(
-        self, means: np.ndarray, weights: np.ndarray, spreads: np.ndarray, labels: np.ndarray, tenants: list[dict[str, float]]
+        self, means: np.ndarray, weights: np.ndarray, spreads: np.ndarray, counts: np.ndarray, labels: np.ndarray,
+        tenants: list[dict[str, float]],
     ) -> None:  # fmt: skip
-        """means (M, d) float64; weights, spreads (M,) float64; labels (M,) int64; tenants: M of tenant -> its weight."""
+        """means (M, d), weights, spreads (M,), counts (M, 2) float64; labels (M,) int64; tenants: M of tenant -> its weight."""
         self.means, self.weights, self.spreads, self.labels = means, weights, spreads, labels
-        self.tenants = tenants
+        self.counts, self.tenants = counts, tenants
         self._bound: float | None = None  # least cost of joining two clumps, while the clumps are the same
+        self._variances: dict[int, float] | None = None
 
     @staticmethod
     def of(book: ClassBook, num_dims: int | None) -> _Clumps | None:
@@ -338,13 +357,16 @@ class _Clumps:
             return None
         means = np.frombuffer(book.means, dtype="<f4").reshape(count, num_dims).astype(np.float64)
         tenants = [dict(t) for t in book.tenants] if len(book.tenants) == count else [{} for _ in range(count)]
+        weights = np.array(book.weights, float)
+        counts = np.array(book.counts, float) if len(book.counts) == count else np.repeat(weights[:, None], 2, 1)
         return _Clumps(
-            means, np.array(book.weights, float), np.array(book.spreads, float), np.array(book.labels, int), tenants
+            means, weights, np.array(book.spreads, float), counts.reshape(-1, 2), np.array(book.labels, int), tenants
         )
 
     def store(self, book: ClassBook) -> None:
         book.means = self.means.astype("<f4").tobytes()
         book.weights, book.spreads = self.weights.tolist(), self.spreads.tolist()
+        book.counts = [(a, b) for a, b in self.counts.tolist()]
         book.labels = self.labels.tolist()
         book.tenants = [{name: round(float(w), 3) for name, w in t.items()} for t in self.tenants]
 
@@ -359,16 +381,19 @@ class _Clumps:
             limits = np.array([reach.get(k, np.inf) ** 2 for k in self.labels.tolist()])
             costs = np.where(squares <= limits, squares * self.weights / (self.weights + 1), np.inf)
             best = int(costs.argmin())
-            if costs[best] < np.inf and (costs[best] <= 1e-12 or (self.is_full and costs[best] <= self._least())):
-                self._merge_into(best, vector, 1.0, 0.0, own)
+            if costs[best] < np.inf and (
+                costs[best] <= 1e-12 or (self.is_full and costs[best] <= self._least() * self._units()[best])
+            ):
+                self._merge_into(best, vector, 1.0, 0.0, np.ones(2), own)
                 return int(self.labels[best])
         if self.is_full and not self._make_room():
             return 0
+        label = self._label_near(vector, reach)
         self.means = np.concatenate([self.means, vector[None]])
         self.weights, self.spreads = np.append(self.weights, 1.0), np.append(self.spreads, 0.0)
-        self.tenants = [*self.tenants, own]
-        self.labels, self._bound = np.append(self.labels, self._label_near(vector, reach)), None
-        return int(self.labels[-1])
+        self.counts, self.tenants = np.concatenate([self.counts, np.ones((1, 2))]), [*self.tenants, own]
+        self.labels, self._bound = np.append(self.labels, label), None
+        return label
 
     @property
     def is_full(self) -> bool:
@@ -383,8 +408,16 @@ class _Clumps:
         return best
 
     def _pair_costs(self) -> np.ndarray:
-        """(M, M) what joining two clumps loses; inf for those of two classes and for a clump with itself."""
-        return np.where(self.labels[:, None] != self.labels, np.inf, _ward(self.means, self.weights))
+        """(M, M) what joining two clumps loses, in variances of their class, so that a narrow one has as many as a wide one; inf
+        for those of two classes and for a clump with itself."""
+        costs = np.where(self.labels[:, None] != self.labels, np.inf, _ward(self.means, self.weights))
+        return costs / self._units()[:, None]
+
+    def _units(self) -> np.ndarray:
+        """(M,) variance of each clump's class, of a usual one for those without; of the time when it was asked for first."""
+        if self._variances is None:
+            self._variances = {k: group.spread**2 for k, group in self.groups().items()} | {0: self.usual() ** 2}
+        return np.array([self._variances.get(k, self._variances[0]) for k in self.labels.tolist()])
 
     def _least(self) -> float:
         if self._bound is None:
@@ -402,11 +435,13 @@ class _Clumps:
                 return False
             self.drop(np.arange(len(self.labels)) == lone[self.weights[lone].argmin()])
             return True
-        self._merge_into(a, self.means[b], self.weights[b], self.spreads[b], self.tenants[b])
+        self._merge_into(a, self.means[b], self.weights[b], self.spreads[b], self.counts[b], self.tenants[b])
         self.drop(np.arange(len(self.labels)) == b)
         return True
 
-    def _merge_into(self, at: int, mean: np.ndarray, weight: float, spread: float, tenants: dict[str, float]) -> None:
+    def _merge_into(
+        self, at: int, mean: np.ndarray, weight: float, spread: float, counts: np.ndarray, tenants: dict[str, float]
+    ) -> None:
         total = self.weights[at] + weight
         apart = float(((self.means[at] - mean) ** 2).sum())
         self.spreads[at] += spread + self.weights[at] * weight / total * apart
@@ -414,6 +449,7 @@ class _Clumps:
         kept = min(total, CLUMP_WEIGHT)
         self.spreads[at] *= kept / total
         self.weights[at] = kept
+        self.counts[at] += counts
         mine = self.tenants[at]
         sums = {name: (mine.get(name, 0.0) + tenants.get(name, 0.0)) * kept / total for name in {**mine, **tenants}}
         self.tenants[at] = {name: sums[name] for name in sorted(sums, key=lambda n: -sums[n])[:MAX_TENANTS]}
@@ -436,6 +472,7 @@ class _Clumps:
         share = 1.0 / max(float(self.weights[is_old].sum()), 1.0)
         self.weights[is_old] *= share
         self.spreads[is_old] *= share
+        self.counts[is_old] *= share
         for row in np.flatnonzero(is_old):
             self.tenants[row] = {name: weight * share for name, weight in self.tenants[row].items()}
         self._bound = None
@@ -444,7 +481,8 @@ class _Clumps:
         """is_gone: (M,) bool."""
         kept = ~is_gone
         self.means, self.weights = self.means[kept], self.weights[kept]
-        self.spreads, self.labels, self._bound = self.spreads[kept], self.labels[kept], None
+        self.spreads, self.counts = self.spreads[kept], self.counts[kept]
+        self.labels, self._bound = self.labels[kept], None
         self.tenants = [self.tenants[row] for row in np.flatnonzero(kept)]
 
     def group(self, rows: np.ndarray) -> _Group:
@@ -454,7 +492,9 @@ class _Clumps:
         mean = weights @ self.means[rows] / total
         apart = ((self.means[rows] - mean) ** 2).sum(1)
         variance = float(self.spreads[rows].sum() + weights @ apart) / total
-        return _Group(total, mean, max(variance**0.5, MIN_SPREAD))
+        counts = self.counts[rows].sum(0)
+        share = float((counts / self.counts.sum(0)).max())
+        return _Group(total, mean, max(variance**0.5, MIN_SPREAD), share, float(counts[1]))
 
     def is_kind(self, rows: np.ndarray) -> bool:
         """Whether some clumps may be a class."""
@@ -463,7 +503,19 @@ class _Clumps:
 
     def groups(self) -> dict[int, _Group]:
         """Class -> its clumps taken together."""
-        return {k: self.group(np.flatnonzero(self.labels == k)) for k in sorted(set(self.labels.tolist()) - {0})}
+        names, own = np.unique(self.labels, return_inverse=True)
+        member = own == np.arange(len(names))[:, None]  # (K, M)
+        weights = member @ self.weights
+        means = (member * self.weights) @ self.means / weights[:, None]
+        apart = self.weights * ((self.means - means[own]) ** 2).sum(1)
+        spreads = np.maximum(np.sqrt(member @ (self.spreads + apart) / weights), MIN_SPREAD)
+        counts = member @ self.counts
+        shares = (counts / self.counts.sum(0)).max(1)
+        return {
+            k: _Group(float(weights[i]), means[i], float(spreads[i]), float(shares[i]), float(counts[i, 1]))
+            for i, k in enumerate(names.tolist())
+            if k
+        }
 
     def usual(self) -> float:
         """Spread of a usual class: the median one, so that odd vectors do not count; without classes that of everything."""
@@ -474,7 +526,7 @@ class _Clumps:
 
     def unit(self) -> float:
         """Sum of squares that all vectors would have in a usual class."""
-        return float(self.weights.sum()) * self.usual() ** 2
+        return float(self.counts[:, 1].sum()) * self.usual() ** 2
 
     def reach(self, group: _Group) -> float:
         """How far from the middle of a class a vector of it may lie."""
@@ -497,20 +549,20 @@ class _Clumps:
         self._bound = None
 
     def halves(self, rows: np.ndarray) -> list[np.ndarray]:
-        """The parts that some clumps fall into, the heavier first: two, or one where they belong together.
+        """The parts that some clumps fall into, that of more vectors first: two, or one where they belong together.
 
         Of the groups that Ward's method joins on its way from the clumps to the whole, the last one that is a class of its
         own beside the rest.
         """
-        whole, least = self.group(rows), SPLIT_GAIN * self.unit()
+        whole, unit = self.group(rows), self.unit()
         for part in reversed(self._joined(rows)):
             own = self.group(part)
             if not MIN_WEIGHT <= own.weight <= whole.weight - MIN_WEIGHT:
                 continue
             other = self.group(rest := np.setdiff1d(rows, part))
-            if _between(own, other) < SPLIT or _gain(own, other) < least:
+            if _between(own, other) < SPLIT or _worth(own, other, unit) < 1:
                 continue
-            return [part, rest] if 2 * own.weight > whole.weight else [rest, part]
+            return [part, rest] if own.count > other.count else [rest, part]
         return [rows]
 
     def _joined(self, rows: np.ndarray) -> list[np.ndarray]:
@@ -557,9 +609,20 @@ def _apart(a: _Group, b: _Group) -> float:
     return apart / (apart + min(a.spread, b.spread) ** 2)
 
 
-def _gain(a: _Group, b: _Group) -> float:
-    """What keeping two groups apart takes off the sum of squares."""
-    return float(((a.mean - b.mean) ** 2).sum()) * a.weight * b.weight / (a.weight + b.weight)
+def _worth(a: _Group, b: _Group, unit: float) -> float:
+    """What two groups as two classes are worth: from 1 on a split. unit: `_Clumps.unit`."""
+    apart = float(((a.mean - b.mean) ** 2).sum())
+    both = a.share + b.share
+    within = (a.share * a.spread**2 + b.share * b.spread**2) / both
+    narrow = apart / within * a.share * b.share / both / NARROW_GAIN
+    sure = _between(a, b) / (SPLIT + SURE / min(a.weight, b.weight))
+    return max(apart * a.count * b.count / (a.count + b.count) / unit / GAIN, min(narrow, sure))
+
+
+def _nearness(a: _Group, b: _Group, unit: float, *, is_either_kept: bool) -> float:
+    """Below KEEP, two classes are one."""
+    apart = _apart(a, b) / SPLIT
+    return apart if is_either_kept else min(apart, _worth(a, b, unit))
 
 
 def _ward(means: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -98,6 +98,10 @@ class ReplayOptions:
         ),
     ] = None  # fmt: skip
     model: A[str, Setting(f"Target of --service: {MODELS}")] = "bundled"
+    drafter: A[
+        Path | None,
+        Setting("With --service: folder of another first drafter than the service's; what would have paid then?", is_folder=True),
+    ] = None  # fmt: skip
     load: A[float | None, Setting("Devices that live traffic keeps busy: a fleet shares one update.", gt=0)] = None
     json: JsonFile = None
     html: HtmlFile = None
@@ -129,6 +133,7 @@ class ReplayOptions:
                 "--service must go with source live, and without --data and --load, which the service has"
             )
         require(self.service is not None or self.model == "bundled", "--model must go with --service", self.model)
+        require(self.service is not None or self.drafter is None, "--drafter must go with --service", self.drafter)
         if self.source in (*LIVE, "off-policy-live"):  # real training, one run after another, in an order of its own
             given = (
                 ("--workers", self.workers != 1), ("--ray", self.ray is not None), ("--first-seed", self.first_seed != 0),
@@ -300,8 +305,9 @@ def _live(options: ReplayOptions, chosen: list[Variant], console: Console) -> Re
         from paceline.bench.replay.served import run_served
 
         rows, scenarios, notes = run_served(
-            chosen, options.service, model=options.model, num_seeds=options.seeds, cache=options.resume, console=console
-        )
+            chosen, options.service, model=options.model, num_seeds=options.seeds, cache=options.resume, console=console,
+            drafter=options.drafter,
+        )  # fmt: skip
     else:
         from paceline.bench.replay.live import SMALL, LiveConfig, run_live
 

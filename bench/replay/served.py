@@ -33,6 +33,7 @@ from paceline.bench.replay.run import Row
 from paceline.contracts import DrafterManifest
 from paceline.errors import ConfigError
 from paceline.paths import DECISIONS, REGISTRY, TRACES, resolve_model
+from paceline.serving.loading.families import build_drafter, read_drafter_files
 from paceline.serving.target_model.int8 import served_version
 
 MAX_SCORED = 48
@@ -42,12 +43,15 @@ MIN_SCORED = 4
 
 
 def run_served(
-    chosen: Sequence[Variant], folder: Path, *, model: str, num_seeds: int, cache: Path | None, console: Console
+    chosen: Sequence[Variant], folder: Path, *, model: str, num_seeds: int, cache: Path | None, console: Console,
+    drafter: Path | None = None,
 ) -> tuple[list[Row], list[dict[str, Any]], list[str]]:  # fmt: skip
     """(rows, scenarios, notes), as `run_live`; a seed draws noise and a policy's choices, traffic and text are the same.
 
-    folder: of the service (DATA_DIR/services/NAME). model: its target.
-    Raises: ConfigError for a folder without log, or without captured text of its target.
+    folder: of the service (DATA_DIR/services/NAME). model: its target. drafter: folder of the first drafter, if it is to be
+    another than the service's.
+    Raises: ConfigError for a folder without log, or without captured text of its target; DrafterMismatchError for a drafter
+    of another target.
     """
     if not (folder / DECISIONS).is_file():
         raise ConfigError(
@@ -56,7 +60,12 @@ def run_served(
     log = prepare(read_log(folder / DECISIONS), folder.name)
     scenario = dataclasses.replace(log.scenario, name="served")
     rows, notes = run_trained(
-        chosen, scenario, num_seeds, cache, console, lambda own, say: ServedService(log, folder, model, own, say)
+        chosen,
+        scenario,
+        num_seeds,
+        cache,
+        console,
+        lambda own, say: ServedService(log, folder, model, own, say, drafter),
     )
     described = {"name": "served", "model": model, "duration_s": scenario.duration_s, "step_s": scenario.step_s}
     return rows, [described], notes
@@ -65,7 +74,9 @@ def run_served(
 class ServedService:
     """Traffic, text and prices of a service, and who trains on it."""
 
-    def __init__(self, log: LoggedService, folder: Path, model: str, cache: Path, say: Say) -> None:
+    def __init__(
+        self, log: LoggedService, folder: Path, model: str, cache: Path, say: Say, drafter: Path | None = None
+    ) -> None:
         say("reading the service's text")
         store, registry = TraceStore(folder / TRACES), DrafterRegistry(folder / REGISTRY)
         first = registry.get_manifest(log.log.epochs[0].first_version)
@@ -83,18 +94,21 @@ class ServedService:
                 f"{folder / TRACES} must hold {2 * MIN_SCORED} or more shards of a class; let the service keep more text"
             )
         own = DrafterRegistry(cache / "registry")
-        own.put(
-            registry.load_state(first.version), drafter_type=first.drafter_type, config=first.config,
-            target_version=first.target_version,
-        )  # fmt: skip
+        kind, config, state = first.drafter_type, dict(first.config), registry.load_state(first.version)
+        if drafter is not None:
+            config, state = read_drafter_files(drafter, target)
+            build_drafter(config, state, target)  # refuses what does not fit
+            kind = str(config["drafter_type"])
+        first = own.put(state, drafter_type=kind, config=config, target_version=target.version)
         names = sorted(s.shard_id for infos in shards.values() for s in infos)
         self.log = log
         self.texts = LiveTexts(
             labels=tuple(parts), store=store, train_shards={b: p[0] for b, p in parts.items()},
             score_shards={b: p[1] for b, p in parts.items()}, target=target, registry=own, first=first.version, learned={},
-            text_id=hashlib.sha256(json.dumps([log.log.digest, names]).encode()).hexdigest()[:12], cache=cache, say=say,
+            text_id=hashlib.sha256(json.dumps([log.log.digest, first.version, names]).encode()).hexdigest()[:12], cache=cache, say=say,
         )  # fmt: skip
         self.traffic, self.served = self._traffic()
+        self._drafter = drafter
 
     def replay(self, variant: Variant, order: int) -> dict[str, Any]:
         """One policy with one seed, as plain values of a RunResult."""
@@ -117,7 +131,11 @@ class ServedService:
     def notes(self) -> list[str]:
         """What a reader must know about the result."""
         t, whole = self.traffic, self.log.traffic.tokens.sum()
+        other = [
+            f"first drafter: {self._drafter}, which the service did not have; a round is priced as the service's own"
+        ]
         return [
+            *(other if self._drafter is not None else ()),
             f"{100 * t.tokens.sum() / whole:.0f}% of the log's tokens are replayed: those of {len(t.labels)} classes with captured text; "
             "a class whose number another kind of text took over counts as one",
             f"round time {1000 * t.drafted_s:.2f} ms with a draft, {1000 * t.plain_s:.2f} ms without: the log's; acceptance by exact "

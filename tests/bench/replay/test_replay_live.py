@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
 from paceline.adapt.data.trace_store import TraceStore
@@ -12,15 +13,16 @@ from paceline.bandit.controller.decision_log import read_log
 from paceline.bandit.replay.logged import prepare
 from paceline.bandit.replay.outcomes import FIRST
 from paceline.bandit.replay.world import START, record
-from paceline.bench.replay.live import LiveConfig, LiveService, run_live
+from paceline.bench.replay.live import LiveConfig, LiveOutcomes, LiveService, run_live
 from paceline.bench.replay.off_policy import METHODS, Variant, run_live_check
 from paceline.bench.replay.plan import variants
 from paceline.bench.replay.run import RUNS_FILE
 from paceline.bench.replay.served import ServedService, run_served, split
 from paceline.contracts import TrainResult, decode
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, DrafterMismatchError
 from paceline.machine import ManualClock
-from paceline.paths import TRACES
+from paceline.paths import TRACES, resolve_drafter
+from paceline.serving.loading.families import build_model, read_drafter_files, save_drafter
 
 TINY = LiveConfig(num_requests=40, max_new_tokens=24, num_scored=8, phase_s=40.0)
 QUIET = Console(quiet=True)
@@ -123,6 +125,35 @@ def test_policies_are_replayed_on_what_a_service_left_behind(cache, tmp_path):
     assert any(j.status in ("accepted", "learning") for j in jobs) and sum(j.num_rows or 0 for j in jobs) > 0
     again, _, _ = run_served(chosen, folder, **options)
     assert json.dumps(again) == json.dumps([never, always])
+
+
+@pytest.mark.slow
+def test_a_replay_of_a_service_may_begin_with_another_drafter(cache, tmp_path):
+    live = write_service(tmp_path / "served", cache)
+    log = prepare(read_log(tmp_path / "served" / "decisions.jsonl"), "served")
+    model = build_model(*read_drafter_files(resolve_drafter("bundled")))
+    with torch.no_grad():
+        model.get_parameter("final_norm").neg_()
+    save_drafter(tmp_path / "worse", model, live.texts.target.version)
+    save_drafter(tmp_path / "foreign", model, "0" * 16)
+    options = {"model": "bundled", "num_seeds": 1, "cache": tmp_path / "own", "console": QUIET}
+    own, other = (
+        ServedService(log, tmp_path / "served", "bundled", tmp_path / "own", lambda words: None, drafter)
+        for drafter in (None, tmp_path / "worse")
+    )
+    assert own.texts.first == live.texts.first != other.texts.first
+    lengths = [LiveOutcomes(s.texts, s.served).lengths(FIRST) for s in (own, other)]
+    tools = own.texts.labels.index("tools")
+    assert lengths[1][tools] < lengths[0][tools] - 0.5
+    assert any(str(tmp_path / "worse") in note for note in other.notes()) and len(own.notes()) == len(other.notes()) - 1
+    chosen = variants(("never",), {})
+    (first,), _, _ = run_served(chosen, tmp_path / "served", **options)
+    (second,), _, _ = run_served(chosen, tmp_path / "served", drafter=tmp_path / "worse", **options)
+    assert second["never_s"] > first["never_s"], (
+        "runs of another first drafter are not taken for those of the service's"
+    )
+    with pytest.raises(DrafterMismatchError, match="trained for target"):
+        run_served(chosen, tmp_path / "served", drafter=tmp_path / "foreign", **options)
 
 
 def test_what_no_replay_of_a_service_can_use_is_said(tmp_path, cache):
