@@ -34,19 +34,19 @@ SPLIT = 0.24
 Halves of a round cloud of vectors in the 5 to 8 directions that prompts of one kind vary in have about 0.2."""
 GAIN = 0.12
 """What a split takes off the variance of all traffic, in variances of a usual class, that makes it worth a class: what is
-rare or differs little, such as five forms of one question, stays together."""
+rare or differs little stays together."""
 SURE, NARROW_GAIN = 2.0, 0.06
-"""A split of groups that are narrower than a usual class, or of many that there are, is worth one by what it takes off the variance
-of the two, in their own variances and times their part of the traffic, if they lie apart by SURE / n more than SPLIT, with n vectors
-in the smaller one. Variances of a real model's kinds differ 16-fold."""
+"""A split is worth one, too, by what it takes off the variance of the two groups, in their own variances and times their part of the
+traffic, if they lie apart by SURE / n more than SPLIT, with n vectors in the smaller one: so narrow kinds, and some of many, become
+classes. Variances of a real model's kinds differ 16-fold."""
 KEEP = 0.5
 """Part of what splits a class below which two are joined, so that classes do not come and go."""
 REACH = 2.0
 """A vector farther from a class than this many times its root-mean-square distance belongs to none; of the prompts of one
 kind 99% lie within 1.7."""
-WIDE = 2.0
-"""Spread of a class over that of a usual one, at most: what is wider is no kind of prompts but a cloud of odd ones. Kinds
-differ by less than 1.7 from the median."""
+WIDE, USUAL_SPREAD = 2.0, 0.14
+"""Spread of a class over that of a usual one, at most: what is wider is no kind of prompts but a cloud of odd ones. A usual one's is
+at least USUAL_SPREAD here, the median of 21 kinds of two models, of which the widest has 0.22: others may be narrow."""
 MIN_SPREAD = 0.05
 """Least root-mean-square distance that counts: that of prompts which differ in a name or a number only."""
 IDLE_S = 3600.0
@@ -86,7 +86,7 @@ class ClassBook(msgspec.Struct, kw_only=True):
     shares: dict[int, float] = {}
     """Class -> its vectors, fading over SHARE_S; 0 counts those of none."""
     faded: float = 0.0
-    """Time to which `shares` have faded."""
+    """Time to which `shares` and `counts` have faded."""
     freed: list[int] = []
     """Numbers of former classes, the longest free first."""
     ended: list[int] = []
@@ -130,7 +130,7 @@ class ClassBook(msgspec.Struct, kw_only=True):
             return
         self.second = (second, count + len(new))
         idle_s = max(now - self.faded, 0.0) if self.num_vectors else 0.0
-        self.faded, fade = now, math.exp(-idle_s / SHARE_S)
+        self.faded, fade = max(self.faded, now), math.exp(-idle_s / SHARE_S)
         self.shares = {k: v * fade for k, v in self.shares.items()}
         served_s = min(idle_s, PAUSE_S)
         faded = clumps.counts * (math.exp(-served_s / SHARE_S), math.exp(-served_s / IDLE_S))
@@ -214,29 +214,45 @@ class ClassBook(msgspec.Struct, kw_only=True):
         self.seen.pop(label, None)
 
     def _join(self, clumps: _Clumps, is_kept: Collection[int]) -> None:
-        """Join classes that lie in one another, the nearest first; the kept number stays, else the lower one.
+        """Join classes that lie in one another, the nearest first, and what is too rare with what it lies within the reach of."""
+        while (pair := self._nearest(clumps, is_kept)) is not None:
+            self._merge(clumps, *pair)
 
-        Two kept ones of different tenants stay apart, and a kept one is not too rare to be a class.
+    def _nearest(self, clumps: _Clumps, is_kept: Collection[int], *, is_far: bool = False) -> tuple[int, int] | None:
+        """The two classes that are least worth being two, if they are not: (whose number stays, the other).
+
+        Two kept ones of different tenants are never joined, and a kept one is too rare only beside a kept one of its pool. is_far:
+        one that is too rare need not lie within the other's reach.
         """
-        while True:
-            groups, unit = clumps.groups(), clumps.unit()
-            pairs = [
-                (_nearness(groups[a], groups[b], unit, is_either_kept=a in is_kept or b in is_kept), a, b)
-                for a in groups
-                for b in groups
-                if a < b and not (a in is_kept and b in is_kept and clumps.main_tenant(a) != clumps.main_tenant(b))
-            ]
-            if not pairs or min(pairs)[0] >= KEEP:
-                return
-            _, kept, gone = min(pairs)
-            if gone in is_kept and kept not in is_kept:
-                kept, gone = gone, kept
-            clumps.labels[clumps.labels == gone] = kept
-            self._leave_pool(gone)
-            self.freed.append(gone)
-            self.ended.append(gone)
-            self.shares[kept] = self.shares.get(kept, 0.0) + self.shares.pop(gone, 0.0)
-            self.seen[kept] = max(self.seen.get(kept, 0.0), self.seen.pop(gone, 0.0))
+        groups, usual = clumps.groups(), clumps.usual()
+        mains = {k: clumps.main_tenant(k) for k in groups}
+        traffic = {name: clumps.traffic(name) for name in set(mains.values())}
+        found = []
+        for a in groups:
+            for b in groups:
+                if a >= b or (a in is_kept and b in is_kept and mains[a] != mains[b]):
+                    continue
+                stays, gone = sorted((a, b), key=lambda k: (k not in is_kept, -groups[k].count, k))
+                own, other = groups[gone], groups[stays]
+                worth = _apart(own, other) / SPLIT
+                is_pooled = a in self.pool_of and self.pool_of[a] == self.pool_of.get(b)
+                rarer, more = sorted((a, b), key=lambda k: groups[k].count)
+                if rarer not in is_kept or (more in is_kept and is_pooled):
+                    away = float(np.linalg.norm(own.mean - other.mean))
+                    wider = max(clumps.reach(own), clumps.reach(other))
+                    if is_far or away <= wider:
+                        worth = min(worth, _worth(own, other, np.minimum(traffic[mains[a]], traffic[mains[b]]), usual))
+                found.append((worth, stays, gone))
+        worth, stays, gone = min(found, default=(math.inf, 0, 0))
+        return (stays, gone) if worth < KEEP else None
+
+    def _merge(self, clumps: _Clumps, stays: int, gone: int) -> None:
+        clumps.labels[clumps.labels == gone] = stays
+        self._leave_pool(gone)
+        self.freed.append(gone)
+        self.ended.append(gone)
+        self.shares[stays] = self.shares.get(stays, 0.0) + self.shares.pop(gone, 0.0)
+        self.seen[stays] = max(self.seen.get(stays, 0.0), self.seen.pop(gone, 0.0))
 
     def _split(self, clumps: _Clumps, max_classes: int, now: float, is_kept: Collection[int]) -> None:
         """Make classes of clumps without one, and of the smaller part of classes that fall into two."""
@@ -255,7 +271,7 @@ class ClassBook(msgspec.Struct, kw_only=True):
                 if new is None:  # those of another tenant may get one yet
                     continue
                 clumps.labels[part] = new
-                self.seen[new], self.shares[new] = now, float(clumps.weights[part].sum())
+                self.seen[new], self.shares[new] = now, float(clumps.counts[part, 0].sum())
                 if label:  # both may fall into two again
                     self.parted.append((new, label))
                     whole = self.pool_of.get(label, label)
@@ -266,18 +282,22 @@ class ClassBook(msgspec.Struct, kw_only=True):
     def _new_number(
         self, clumps: _Clumps, max_classes: int, now: float, tenant: str, is_kept: Collection[int], whole: int
     ) -> int | None:
-        """A number for a tenant's new class: an unused one, else that of a class that gives way; None where none does.
+        """A number for a tenant's new class: an unused one, else that of a class that gives way or is too rare; None where none does.
 
         whole: the class that it is a part of, which does not give way to it; 0 = none.
         """
         used = set(clumps.labels.tolist()) - {0}
         if len(used) >= max_classes:
             old = self._giving_way(clumps, used, now, tenant, is_kept, whole)
-            if old is None:
+            rare = self._nearest(clumps, is_kept, is_far=True) if old is None and not whole else None
+            if old is not None:
+                clumps.forget(clumps.labels == old)
+                self._free(clumps, old)
+            elif rare is not None:
+                self._merge(clumps, *rare)
+            else:
                 return None
-            clumps.forget(clumps.labels == old)
-            self._free(clumps, old)
-            used.discard(old)
+            used = set(clumps.labels.tolist()) - {0}
         fresh = next((k for k in range(1, max_classes + 1) if k not in used and k not in self.freed), None)
         if fresh is not None:
             return fresh
@@ -328,10 +348,12 @@ class _Group(msgspec.Struct, frozen=True):
     mean: np.ndarray  # (d,) float64
     spread: float
     """Root-mean-square distance of the vectors from the mean, at least MIN_SPREAD."""
-    share: float
-    """Part of the traffic of the last SHARE_S or IDLE_S, whichever is larger: of what has just begun, and of what pauses."""
-    count: float
-    """Vectors, fading over IDLE_S."""
+    counts: np.ndarray
+    """(2,) vectors, fading over SHARE_S and over IDLE_S."""
+
+    @property
+    def count(self) -> float:
+        return float(self.counts[1])
 
 
 class _Clumps:
@@ -472,7 +494,7 @@ class _Clumps:
         share = 1.0 / max(float(self.weights[is_old].sum()), 1.0)
         self.weights[is_old] *= share
         self.spreads[is_old] *= share
-        self.counts[is_old] *= share
+        self.counts[is_old] /= np.maximum(self.counts[is_old].sum(0), 1.0)
         for row in np.flatnonzero(is_old):
             self.tenants[row] = {name: weight * share for name, weight in self.tenants[row].items()}
         self._bound = None
@@ -492,14 +514,12 @@ class _Clumps:
         mean = weights @ self.means[rows] / total
         apart = ((self.means[rows] - mean) ** 2).sum(1)
         variance = float(self.spreads[rows].sum() + weights @ apart) / total
-        counts = self.counts[rows].sum(0)
-        share = float((counts / self.counts.sum(0)).max())
-        return _Group(total, mean, max(variance**0.5, MIN_SPREAD), share, float(counts[1]))
+        return _Group(total, mean, max(variance**0.5, MIN_SPREAD), self.counts[rows].sum(0))
 
     def is_kind(self, rows: np.ndarray) -> bool:
         """Whether some clumps may be a class."""
         group = self.group(rows)
-        return group.weight >= MIN_WEIGHT and group.spread <= WIDE * self.usual()
+        return group.weight >= MIN_WEIGHT and group.spread <= self.widest()
 
     def groups(self) -> dict[int, _Group]:
         """Class -> its clumps taken together."""
@@ -510,9 +530,8 @@ class _Clumps:
         apart = self.weights * ((self.means - means[own]) ** 2).sum(1)
         spreads = np.maximum(np.sqrt(member @ (self.spreads + apart) / weights), MIN_SPREAD)
         counts = member @ self.counts
-        shares = (counts / self.counts.sum(0)).max(1)
         return {
-            k: _Group(float(weights[i]), means[i], float(spreads[i]), float(shares[i]), float(counts[i, 1]))
+            k: _Group(float(weights[i]), means[i], float(spreads[i]), counts[i])
             for i, k in enumerate(names.tolist())
             if k
         }
@@ -524,13 +543,20 @@ class _Clumps:
         weights = np.cumsum([g.weight for g in groups])
         return groups[int(np.searchsorted(weights, weights[-1] / 2))].spread
 
-    def unit(self) -> float:
-        """Sum of squares that all vectors would have in a usual class."""
-        return float(self.counts[:, 1].sum()) * self.usual() ** 2
+    def widest(self) -> float:
+        """Spread that a class may have."""
+        return WIDE * max(self.usual(), USUAL_SPREAD)
+
+    def traffic(self, tenant: str) -> np.ndarray:
+        """(2,) vectors of a tenant, fading over SHARE_S and over IDLE_S: what others send makes its kinds no rarer."""
+        parts = np.array([t.get(tenant, 0.0) if tenant else 0.0 for t in self.tenants])
+        if not tenant:
+            parts = self.weights - np.array([sum(t.values()) for t in self.tenants])
+        return np.maximum((parts / self.weights) @ self.counts, 1e-9)
 
     def reach(self, group: _Group) -> float:
         """How far from the middle of a class a vector of it may lie."""
-        return REACH * min(group.spread, WIDE * self.usual())
+        return REACH * min(group.spread, self.widest())
 
     def adopt(self) -> None:
         """Give the clumps without a class to the nearest class within whose reach they lie."""
@@ -554,13 +580,14 @@ class _Clumps:
         Of the groups that Ward's method joins on its way from the clumps to the whole, the last one that is a class of its
         own beside the rest.
         """
-        whole, unit = self.group(rows), self.unit()
+        whole, usual = self.group(rows), self.usual()
+        traffic = self.traffic(_most_of(self.shares(rows)))
         for part in reversed(self._joined(rows)):
             own = self.group(part)
             if not MIN_WEIGHT <= own.weight <= whole.weight - MIN_WEIGHT:
                 continue
             other = self.group(rest := np.setdiff1d(rows, part))
-            if _between(own, other) < SPLIT or _worth(own, other, unit) < 1:
+            if _between(own, other) < SPLIT or _worth(own, other, traffic, usual) < 1:
                 continue
             return [part, rest] if own.count > other.count else [rest, part]
         return [rows]
@@ -609,20 +636,19 @@ def _apart(a: _Group, b: _Group) -> float:
     return apart / (apart + min(a.spread, b.spread) ** 2)
 
 
-def _worth(a: _Group, b: _Group, unit: float) -> float:
-    """What two groups as two classes are worth: from 1 on a split. unit: `_Clumps.unit`."""
+def _worth(a: _Group, b: _Group, traffic: np.ndarray, usual: float) -> float:
+    """What two groups as two classes are worth: from 1 on a split.
+
+    traffic: `_Clumps.traffic` of their tenant; of its two times the one counts in which a group has more, which is the short one of
+    what has just begun, and the long one of what pauses. usual: spread of a usual class.
+    """
     apart = float(((a.mean - b.mean) ** 2).sum())
-    both = a.share + b.share
-    within = (a.share * a.spread**2 + b.share * b.spread**2) / both
-    narrow = apart / within * a.share * b.share / both / NARROW_GAIN
+    one, other = (float(np.minimum(g.counts / traffic, 1.0).max()) for g in (a, b))
+    within = (one * a.spread**2 + other * b.spread**2) / (one + other)
+    narrow = apart / within * one * other / (one + other) / NARROW_GAIN
     sure = _between(a, b) / (SPLIT + SURE / min(a.weight, b.weight))
-    return max(apart * a.count * b.count / (a.count + b.count) / unit / GAIN, min(narrow, sure))
-
-
-def _nearness(a: _Group, b: _Group, unit: float, *, is_either_kept: bool) -> float:
-    """Below KEEP, two classes are one."""
-    apart = _apart(a, b) / SPLIT
-    return apart if is_either_kept else min(apart, _worth(a, b, unit))
+    in_all = apart / usual**2 * a.count * b.count / (a.count + b.count) / float(traffic[1]) / GAIN
+    return max(in_all, min(narrow, sure))
 
 
 def _ward(means: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -8,7 +8,6 @@ environment of Ray's processes: `paceline serve` sets it, ray_cluster.yaml and t
 from __future__ import annotations
 
 import functools
-import json
 import logging
 from typing import Any
 
@@ -29,6 +28,7 @@ from paceline.serving.wire.exchange import (
     BodyClock,
     send_in_time,
 )
+from paceline.serving.wire.format import error_body, to_json
 
 log = logging.getLogger(__name__)
 
@@ -161,9 +161,7 @@ async def _refuse(send: AsgiSend, error: HTTPException, code: str = "no_replica"
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
     if error.status_code == 429:
         kind = "rate_limit_error"
-    is_clients = kind == "invalid_request_error"
-    fault = {"message": error.detail, "type": kind, "param": None, "code": None if is_clients else code}
-    body = json.dumps({"error": fault}).encode()
+    body = to_json(error_body(error.detail, kind=kind, code=None if kind == "invalid_request_error" else code))
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
