@@ -35,10 +35,12 @@ Halves of a round cloud of vectors in the 5 to 8 directions that prompts of one 
 GAIN = 0.12
 """What a split takes off the variance of all traffic, in variances of a usual class, that makes it worth a class: what is
 rare or differs little stays together."""
-SURE, NARROW_GAIN = 2.0, 0.06
-"""A split is worth one, too, by what it takes off the variance of the two groups, in their own variances and times their part of the
-traffic, if they lie apart by SURE / n more than SPLIT, with n vectors in the smaller one: so narrow kinds, and some of many, become
+SURE = 2.0
+"""A split that takes as much off the variance of its two groups, in their own variances and times their part of the traffic, is worth
+one, too, if they lie apart by SURE / n more than SPLIT, with n vectors in the smaller one: so narrow kinds, and some of many, become
 classes. Variances of a real model's kinds differ 16-fold."""
+PLENTY = 0.5
+"""That much less must be taken off while no larger part of the classes there may be is in use; beyond it the more, the scarcer they are."""
 KEEP = 0.5
 """Part of what splits a class below which two are joined, so that classes do not come and go."""
 REACH = 2.0
@@ -160,7 +162,7 @@ class ClassBook(msgspec.Struct, kw_only=True):
             self._free(clumps, label)
         clumps.adopt()
         is_kept = {k for k in set(labels.tolist()) if k and class_name(k) in kept}
-        self._join(clumps, is_kept)
+        self._join(clumps, max_classes, is_kept)
         self._split(clumps, max_classes, now, is_kept)
         clumps.store(self)
         return self._publish(clumps)
@@ -213,18 +215,20 @@ class ClassBook(msgspec.Struct, kw_only=True):
         self.shares[0] = self.shares.get(0, 0.0) + self.shares.pop(label, 0.0)
         self.seen.pop(label, None)
 
-    def _join(self, clumps: _Clumps, is_kept: Collection[int]) -> None:
+    def _join(self, clumps: _Clumps, max_classes: int, is_kept: Collection[int]) -> None:
         """Join classes that lie in one another, the nearest first, and what is too rare with what it lies within the reach of."""
-        while (pair := self._nearest(clumps, is_kept)) is not None:
+        while (pair := self._nearest(clumps, max_classes, is_kept)) is not None:
             self._merge(clumps, *pair)
 
-    def _nearest(self, clumps: _Clumps, is_kept: Collection[int], *, is_far: bool = False) -> tuple[int, int] | None:
+    def _nearest(
+        self, clumps: _Clumps, max_classes: int, is_kept: Collection[int], *, is_far: bool = False
+    ) -> tuple[int, int] | None:
         """The two classes that are least worth being two, if they are not: (whose number stays, the other).
 
         Two kept ones of different tenants are never joined, and a kept one is too rare only beside a kept one of its pool. is_far:
         one that is too rare need not lie within the other's reach.
         """
-        groups, usual = clumps.groups(), clumps.usual()
+        groups, usual, scarcity = clumps.groups(), clumps.usual(), clumps.scarcity(max_classes)
         mains = {k: clumps.main_tenant(k) for k in groups}
         traffic = {name: clumps.traffic(name) for name in set(mains.values())}
         found = []
@@ -241,7 +245,9 @@ class ClassBook(msgspec.Struct, kw_only=True):
                     away = float(np.linalg.norm(own.mean - other.mean))
                     wider = max(clumps.reach(own), clumps.reach(other))
                     if is_far or away <= wider:
-                        worth = min(worth, _worth(own, other, np.minimum(traffic[mains[a]], traffic[mains[b]]), usual))
+                        worth = min(
+                            worth, _worth(own, other, np.minimum(traffic[mains[a]], traffic[mains[b]]), usual, scarcity)
+                        )
                 found.append((worth, stays, gone))
         worth, stays, gone = min(found, default=(math.inf, 0, 0))
         return (stays, gone) if worth < KEEP else None
@@ -262,10 +268,11 @@ class ClassBook(msgspec.Struct, kw_only=True):
             rows = np.flatnonzero(clumps.labels == label)
             if not len(rows):  # an idle class whose number went to another meanwhile
                 continue
+            scarcity = clumps.scarcity(max_classes)
             if label == 0:
-                parts = [p for p in clumps.parts(rows) if clumps.is_kind(p)]
+                parts = [p for p in clumps.parts(rows, scarcity) if clumps.is_kind(p)]
             else:
-                parts = clumps.halves(rows)[1:]
+                parts = clumps.halves(rows, scarcity)[1:]
             for part in sorted(parts, key=lambda p: -clumps.weights[p].sum()):
                 new = self._new_number(clumps, max_classes, now, _most_of(clumps.shares(part)), is_kept, label)
                 if new is None:  # those of another tenant may get one yet
@@ -289,7 +296,7 @@ class ClassBook(msgspec.Struct, kw_only=True):
         used = set(clumps.labels.tolist()) - {0}
         if len(used) >= max_classes:
             old = self._giving_way(clumps, used, now, tenant, is_kept, whole)
-            rare = self._nearest(clumps, is_kept, is_far=True) if old is None and not whole else None
+            rare = self._nearest(clumps, max_classes, is_kept, is_far=True) if old is None and not whole else None
             if old is not None:
                 clumps.forget(clumps.labels == old)
                 self._free(clumps, old)
@@ -543,6 +550,10 @@ class _Clumps:
         weights = np.cumsum([g.weight for g in groups])
         return groups[int(np.searchsorted(weights, weights[-1] / 2))].spread
 
+    def scarcity(self, max_classes: int) -> float:
+        """What a class must be worth beside one where hardly a number is free."""
+        return max(PLENTY, len(set(self.labels.tolist()) - {0}) / max(max_classes, 1))
+
     def widest(self) -> float:
         """Spread that a class may have."""
         return WIDE * max(self.usual(), USUAL_SPREAD)
@@ -574,7 +585,7 @@ class _Clumps:
                 self.labels[row] = keys[i]
         self._bound = None
 
-    def halves(self, rows: np.ndarray) -> list[np.ndarray]:
+    def halves(self, rows: np.ndarray, scarcity: float) -> list[np.ndarray]:
         """The parts that some clumps fall into, that of more vectors first: two, or one where they belong together.
 
         Of the groups that Ward's method joins on its way from the clumps to the whole, the last one that is a class of its
@@ -587,7 +598,7 @@ class _Clumps:
             if not MIN_WEIGHT <= own.weight <= whole.weight - MIN_WEIGHT:
                 continue
             other = self.group(rest := np.setdiff1d(rows, part))
-            if _between(own, other) < SPLIT or _worth(own, other, traffic, usual) < 1:
+            if _between(own, other) < SPLIT or _worth(own, other, traffic, usual, scarcity) < 1:
                 continue
             return [part, rest] if own.count > other.count else [rest, part]
         return [rows]
@@ -611,12 +622,12 @@ class _Clumps:
             costs[b] = costs[:, b] = np.inf
         return found
 
-    def parts(self, rows: np.ndarray) -> list[np.ndarray]:
+    def parts(self, rows: np.ndarray, scarcity: float) -> list[np.ndarray]:
         """Some clumps in parts that fall into no more."""
         if not len(rows):
             return []
-        halves = self.halves(rows)
-        return halves if len(halves) == 1 else [part for half in halves for part in self.parts(half)]
+        halves = self.halves(rows, scarcity)
+        return halves if len(halves) == 1 else [part for half in halves for part in self.parts(half, scarcity)]
 
 
 def _most_of(shares: dict[str, float]) -> str:
@@ -636,16 +647,16 @@ def _apart(a: _Group, b: _Group) -> float:
     return apart / (apart + min(a.spread, b.spread) ** 2)
 
 
-def _worth(a: _Group, b: _Group, traffic: np.ndarray, usual: float) -> float:
+def _worth(a: _Group, b: _Group, traffic: np.ndarray, usual: float, scarcity: float) -> float:
     """What two groups as two classes are worth: from 1 on a split.
 
     traffic: `_Clumps.traffic` of their tenant; of its two times the one counts in which a group has more, which is the short one of
-    what has just begun, and the long one of what pauses. usual: spread of a usual class.
+    what has just begun, and the long one of what pauses. usual: spread of a usual class. scarcity: `_Clumps.scarcity`.
     """
     apart = float(((a.mean - b.mean) ** 2).sum())
     one, other = (float(np.minimum(g.counts / traffic, 1.0).max()) for g in (a, b))
     within = (one * a.spread**2 + other * b.spread**2) / (one + other)
-    narrow = apart / within * one * other / (one + other) / NARROW_GAIN
+    narrow = apart / within * one * other / (one + other) / (GAIN * scarcity)
     sure = _between(a, b) / (SPLIT + SURE / min(a.weight, b.weight))
     in_all = apart / usual**2 * a.count * b.count / (a.count + b.count) / float(traffic[1]) / GAIN
     return max(in_all, min(narrow, sure))
