@@ -41,6 +41,8 @@ one, too, if they lie apart by SURE / n more than SPLIT, with n vectors in the s
 classes. Variances of a real model's kinds differ 16-fold."""
 PLENTY = 0.5
 """That much less must be taken off while no larger part of the classes there may be is in use; beyond it the more, the scarcer they are."""
+RARE = 0.06
+"""Part of the traffic below which that is not enough: a kind that falls into forms keeps most of them."""
 KEEP = 0.5
 """Part of what splits a class below which two are joined, so that classes do not come and go."""
 REACH = 2.0
@@ -659,7 +661,7 @@ def _worth(a: _Group, b: _Group, traffic: np.ndarray, usual: float, scarcity: fl
     narrow = apart / within * one * other / (one + other) / (GAIN * scarcity)
     sure = _between(a, b) / (SPLIT + SURE / min(a.weight, b.weight))
     in_all = apart / usual**2 * a.count * b.count / (a.count + b.count) / float(traffic[1]) / GAIN
-    return max(in_all, min(narrow, sure))
+    return max(in_all, min(narrow, sure, min(one, other) / RARE))
 
 
 def _ward(means: np.ndarray, weights: np.ndarray) -> np.ndarray:
