@@ -277,7 +277,11 @@ class CostCurve:
         if self._values is None:  # never calibrated: the cost grows with the square root of the size until seen
             self._values = [seconds * math.sqrt(n / size) for n in self.GRID]
             return
-        miss = min(max(math.log(seconds / self.seconds(size)), -0.7), 0.7)
+        expected = self.seconds(size)
+        if not expected > 0:  # measured as a difference that noise took
+            self._values[_nearest(self.GRID, size)] = seconds / self._scale
+            return
+        miss = min(max(math.log(seconds / expected), -0.7), 0.7)
         self._scale *= math.exp(_FAST / 2 * miss)
         self._values[_nearest(self.GRID, size)] *= math.exp(_SLOW * miss)
 

@@ -51,9 +51,9 @@ class BucketNames(msgspec.Struct):
             name = own_bucket(name or DEFAULT_BUCKET, tenant)
         if name is None or name == DEFAULT_BUCKET:
             return DEFAULT_BUCKET
-        owner = self.owners.pop(name, None)
-        if owner is not None:
-            self.owners[name] = owner  # used last
+        if (owner := self.owners.get(name)) is not None:
+            if next(reversed(self.owners)) != name:  # used last; in one step, since other threads read
+                self.owners = {**{k: v for k, v in self.owners.items() if k != name}, name: owner}
             return name
         if name == OTHER_BUCKET or name in kept:
             return name

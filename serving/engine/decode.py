@@ -569,6 +569,7 @@ class DecodeRunner:
         which none fails, and where that does not end it, it is the slot."""
         if len(deltas) == 1:
             self._slots.mark_failed(slot, reason, *deltas)
+            self._num_apart = 0  # that was the one
         elif self._num_apart < MAX_APART:
             self._is_apart, self._num_apart = True, self._num_apart + 1
         else:

@@ -392,7 +392,8 @@ class Engine:
     def fail_all(self, error: str) -> None:
         """End every request with finish reason 'error' and refuse new ones; the engine cannot be used afterwards."""
         self.close_inbox(error)
-        calls = self._take(*self._inbox.take())
+        arrived, _, calls = self._inbox.take()  # what was to be aborted ends with the others
+        calls = self._take(arrived, set(), calls)
         for request in list(self.output.by_id.values()):
             try:
                 self.output.end_early(request, "error", error)
@@ -400,7 +401,8 @@ class Engine:
                 logger.exception("request %s could not be ended cleanly", request.request_id)
                 with contextlib.suppress(Exception):  # one owner that is gone must not keep it from the others
                     request.on_event(request.event(self._clock.now(), finish_reason="error", error=error))
-        calls += self._take(*self._inbox.take())  # queued while requests were still known; later ones are refused
+                self._inbox.forget(request.request_id)
+        calls += self._inbox.take()[2]  # queued while requests were still known; later ones are refused
         for _, future in calls:
             if future.set_running_or_notify_cancel():
                 future.set_exception(EngineStoppedError(error))
@@ -450,6 +452,8 @@ class Engine:
         if self._inbox.is_empty:  # the hot path takes no lock
             return
         calls = self._take(*self._inbox.take())
+        if calls:  # what they say of a version that comes back is not to be forgotten with what was known of it
+            self._forget_versions()
         for fn, future in calls:
             if not future.set_running_or_notify_cancel():
                 continue

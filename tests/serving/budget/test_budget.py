@@ -159,3 +159,15 @@ def test_calibration_stops_when_its_time_is_over():
     cost = CostModel()
     cost.calibrate(lambda rows, requests: calls.append(rows) or 0.1 * rows, max_rows=513, max_requests=64, limit_s=3.0)
     assert max(calls) < 65 and cost.seconds(513) > cost.seconds(17)
+
+
+def test_work_that_was_measured_as_none_is_known_from_its_first_observation():
+    """Graphs tell the time of a second block as a difference, which noise may take whole."""
+    curve = CostCurve()
+    curve.calibrate(lambda n: 0.0, max_size=8)
+    assert curve.seconds(4) == 0.0
+    curve.observe(4, 2e-3)
+    assert curve.seconds(4) == pytest.approx(2e-3)
+    for _ in range(20):
+        curve.observe(4, 4e-3)
+    assert curve.seconds(4) == pytest.approx(4e-3, rel=0.1)

@@ -1,6 +1,7 @@
 """A canary in the engine: its share of requests, the same tokens, counted errors; tenants on traces."""
 
 from paceline.contracts import is_canary
+from paceline.errors import EngineStoppedError
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 from tests.helpers.engines import PROMPT, VOCAB, Run, Sinks, finish, make_engine
@@ -53,6 +54,18 @@ def test_failed_requests_are_counted_by_the_version_they_were_pinned_to():
         version = "v2" if is_canary(i, "v2", 90) else "v1"
         want[version] = want.get(version, 0) + 1
     assert engine.output.num_errors == want
+
+
+def test_an_engine_whose_state_is_broken_tells_everybody_also_those_that_were_about_to_leave(monkeypatch):
+    engine = with_canary(90)
+    runs = [Run(engine, f"r{k}") for k in range(3)]
+    engine.step()
+    engine.abort("r1")
+    waiting = engine.call_between_rounds(lambda: None)
+    monkeypatch.setattr(engine.scheduler, "remove", lambda *_: 1 / 0)
+    engine.fail_all("the device is gone")
+    assert {run.last.finish_reason for run in runs} == {"error"}
+    assert isinstance(waiting.exception(timeout=0), EngineStoppedError)
 
 
 def test_a_trace_names_its_tenant_and_the_layers_that_its_features_are_of():
