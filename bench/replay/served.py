@@ -51,7 +51,7 @@ def run_served(
     folder: of the service (DATA_DIR/services/NAME). model: its target. drafter: folder of the first drafter, if it is to be
     another than the service's.
     Raises: ConfigError for a folder without log, or without captured text of its target; DrafterMismatchError for a drafter
-    of another target.
+    that the target cannot run.
     """
     if not (folder / DECISIONS).is_file():
         raise ConfigError(
@@ -68,6 +68,7 @@ def run_served(
         lambda own, say: ServedService(log, folder, model, own, say, drafter),
     )
     described = {"name": "served", "model": model, "duration_s": scenario.duration_s, "step_s": scenario.step_s}
+    described |= {} if drafter is None else {"drafter": str(drafter)}
     return rows, [described], notes
 
 
@@ -105,7 +106,7 @@ class ServedService:
         self.texts = LiveTexts(
             labels=tuple(parts), store=store, train_shards={b: p[0] for b, p in parts.items()},
             score_shards={b: p[1] for b, p in parts.items()}, target=target, registry=own, first=first.version, learned={},
-            text_id=hashlib.sha256(json.dumps([log.log.digest, first.version, names]).encode()).hexdigest()[:12], cache=cache, say=say,
+            text_id=hashlib.sha256(json.dumps([log.log.digest, names, *([] if drafter is None else [first.version])]).encode()).hexdigest()[:12], cache=cache, say=say,
         )  # fmt: skip
         self.traffic, self.served = self._traffic()
         self._drafter = drafter

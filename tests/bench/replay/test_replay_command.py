@@ -77,6 +77,7 @@ def test_a_name_that_breaks_lines_breaks_no_suggestion(tmp_path):
         (["live", "--service", "nowhere"], "must be a folder"),
         (["live", "--service", "."], "--service must be a service's folder"),
         (["live", "--model", "smollm2"], "--model must go with --service"),
+        (["live", "--drafter", "."], "--drafter must go with --service"),
         (
             ["small", "--seeds", "5", "--suggest", "s.yaml"],
             "seeds must be >= 6 to suggest settings, got 5; give --seeds 6 or more",
