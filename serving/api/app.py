@@ -149,7 +149,8 @@ class Api:
             is_chat=is_chat,
             num_top=body.num_logprobs(),
             num_prompt_top=body.prompt_logprobs,
-            with_token_ids=body.return_token_ids,
+            with_token_ids=bool(body.return_token_ids),
+            stop_token_ids=frozenset(params.stop_token_ids),
             with_segments=body.return_segments,
             with_own_stats=len(requests) > 1,
         )
@@ -177,8 +178,8 @@ class Api:
             model_name=model_name,
             is_chat=is_chat,
             num_prompts=len(requests) // body.num_choices,
-            with_usage=options is not None and options.include_usage,
-            with_running_usage=options is not None and options.continuous_usage_stats,
+            with_usage=options is not None and options.wants_usage,
+            with_running_usage=options is not None and bool(options.continuous_usage_stats),
         )
 
     # ---- the rest -----------------------------------------------------------------------------------------------
@@ -189,7 +190,9 @@ class Api:
         return json_response({"object": "list", "data": cards})
 
     async def model(self, name: str) -> Response:
-        """The model under one of its names."""
+        """The model under one of its names; the list where there is none, behind a slash."""
+        if not name:
+            return await self.models()
         info = self.parts.client.info()
         check_model(name, info)
         return json_response(self._model_card(info, name))

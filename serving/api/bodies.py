@@ -51,17 +51,21 @@ _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,8}")
 
 
 class StreamOptions(StrictModel):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-    """Extension: every chunk carries the usage so far."""
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """Extension: every chunk carries the usage so far, the last one too."""
     include_obfuscation: bool | None = None
     """Padding against readers of the network: a hint that is not followed."""
 
     @model_validator(mode="after")
     def _usage_is_wanted(self) -> StreamOptions:
-        if self.continuous_usage_stats and not self.include_usage:
-            raise ValueError("continuous_usage_stats is only allowed together with include_usage: true")
+        if self.continuous_usage_stats and self.include_usage is False:
+            raise ValueError("continuous_usage_stats must be left out where include_usage is false")
         return self
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.include_usage or self.continuous_usage_stats)
 
 
 class Metadata(StrictModel):
@@ -202,8 +206,8 @@ class GenerateBody(CommonBody):
     """The answer keeps to this form; ends by itself where the form is complete."""
     prompt_logprobs: int | None = Field(default=None, ge=0, le=20)
     """Alternatives for each token of the prompt; not in a stream."""
-    return_token_ids: bool = False
-    """Add prompt_token_ids and token_ids to the choice."""
+    return_token_ids: bool | None = None
+    """Add prompt_token_ids and token_ids to the choice; a chat has the former beside its choices, too."""
     return_segments: bool = False
     """Add to the choice its text in segments, [text, whether it was drafted and accepted]."""
 

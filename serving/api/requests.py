@@ -133,9 +133,9 @@ def request_id_of(request: Request) -> str:
 
 
 def check_model(name: str | None, info: EngineInfo) -> None:
-    """Raise UnknownModel when a request names another model than the one served."""
+    """Raise UnknownModel when a request names another model than the one served; '' is no name."""
     names = (info.model_name, *info.aliases)
-    if name is not None and name not in names:
+    if name and name not in names:
         served = " and ".join(repr(each) for each in names)
         raise UnknownModel(404, f"model {name[:128]!r} is not served here; this service has {served}")
 

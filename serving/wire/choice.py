@@ -36,6 +36,8 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True):
     """The text as the model wrote it, cut where its origin changes; empty unless wanted."""
     calls: list[CallDelta] = []
     """What the round adds to tool calls; their text is not in `text`."""
+    stop_reason: str | int | None = None
+    """The stop string or asked-for stop token that ended the choice, as vLLM tells it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +52,8 @@ class ChoiceStyle:
     with_token_ids: bool
     with_segments: bool = False
     """Whether text was drafted is told."""
+    stop_token_ids: frozenset[int] = frozenset()
+    """Tokens that the client named as ends."""
     with_own_stats: bool
     """The `paceline` object stands in the choice: several choices have one each."""
 
@@ -99,6 +103,10 @@ class Choice:
     def num_prompt_tokens(self) -> int:
         return len(self._prompt_token_ids)
 
+    def told_prompt(self) -> dict[str, Any]:
+        """The prompt's tokens, where they are asked for."""
+        return {"prompt_token_ids": list(self._prompt_token_ids)} if self._style.with_token_ids else {}
+
     def take(self, event: RoundEvent) -> Piece:
         """Fold one round's event."""
         first = len(self._stream.starts)
@@ -139,7 +147,14 @@ class Choice:
             stats=event.stats,
             segments=segments,
             calls=merged(calls),
+            stop_reason=self._stop_reason(event),
         )
+
+    def _stop_reason(self, event: RoundEvent) -> str | int | None:
+        if event.finish_reason != "stop" or event.stop_match is not None or not event.token_ids:
+            return event.stop_match
+        last = event.token_ids[-1]
+        return last if last in self._style.stop_token_ids else None
 
     def _segments(self, event: RoundEvent) -> list[Segment]:
         """What was sent since the last event, cut where accepted draft tokens begin and end; an echo was not drafted."""
@@ -183,10 +198,12 @@ class Choice:
         else:
             out["text"] = piece.text
         out["finish_reason"] = piece.finish_reason
+        if piece.finish_reason is not None:
+            out["stop_reason"] = piece.stop_reason
         if self._style.with_token_ids:
             out["token_ids"] = piece.token_ids
             if not self._has_chunk:
-                out["prompt_token_ids"] = list(self._prompt_token_ids)
+                out |= self.told_prompt()
         if self._style.with_segments:
             out["segments"] = piece.segments
         if self._style.with_own_stats and piece.finish_reason is not None:
@@ -207,9 +224,9 @@ class Choice:
             out["text"] = text
             if self._style.num_prompt_top is not None:
                 out["prompt_logprobs"] = self.prompt_logprobs()
-        out["finish_reason"] = pieces[-1].finish_reason
+        out["finish_reason"], out["stop_reason"] = pieces[-1].finish_reason, pieces[-1].stop_reason
         if self._style.with_token_ids:
-            out["prompt_token_ids"] = list(self._prompt_token_ids)
+            out |= self.told_prompt()
             out["token_ids"] = [t for p in pieces for t in p.token_ids]
         if self._style.with_segments:
             out["segments"] = join_segments([segment for p in pieces for segment in p.segments])

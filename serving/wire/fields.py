@@ -131,10 +131,20 @@ def parse_body(raw: bytes, kind: type[BaseModel]) -> Any:
     return parse_values(parse_json(raw), kind)
 
 
+_EXACT = 2.0**53
+"""Below it every whole number has a float of its own."""
+
+
+def _number(text: str) -> float | int:
+    """A number with a point; a whole one as JSON of languages without integers writes it (`100.0`) is an integer."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < _EXACT else value
+
+
 def parse_json(raw: bytes) -> dict[str, Any]:
     """The JSON object of a body; raises FieldError when it is none."""
     try:
-        values = json.loads(raw.decode("utf-8"), parse_constant=_no_constant)
+        values = json.loads(raw.decode("utf-8-sig"), parse_constant=_no_constant, parse_float=_number)
     except (ValueError, RecursionError) as e:
         raise FieldError(f"the body must be JSON: {e}", None) from e
     if not isinstance(values, dict):

@@ -81,6 +81,7 @@ class Answer:
         per_prompt = len(choices) // num_prompts
         self._by_prompt = [choices[i : i + per_prompt] for i in range(0, len(choices), per_prompt)]
         self._with_usage, self._with_running_usage = with_usage, with_running_usage
+        self._has_chunk = False
 
     @property
     def num_completion_tokens(self) -> int:
@@ -95,6 +96,9 @@ class Answer:
         """One streaming chunk; a choice's last one has the finish reason and the `paceline` object."""
         body = self._head("chat.completion.chunk" if self.is_chat else "text_completion")
         body["choices"] = [self.choices[piece.index].chunk(piece)]
+        if self.is_chat and not self._has_chunk:
+            body |= self.choices[0].told_prompt()
+        self._has_chunk = True
         if self._with_usage:
             body["usage"] = self.usage() if self._with_running_usage else None
         if piece.finish_reason is not None and len(self.choices) == 1:
@@ -129,6 +133,8 @@ class Answer:
             by_choice[piece.index].append(piece)
         body = self._head("chat.completion" if self.is_chat else "text_completion")
         body["choices"] = [c.body(own) for c, own in zip(self.choices, by_choice, strict=True)]
+        if self.is_chat:
+            body |= self.choices[0].told_prompt()
         scores = self.choices[0].prompt_logprobs() if self.is_chat else None
         if scores is not None:
             body["prompt_logprobs"] = scores

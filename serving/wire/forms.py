@@ -6,17 +6,26 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from paceline.serving.sampling.request import GrammarSpec
 from paceline.serving.wire.fields import StrictModel
 
 
-class TextFormat(StrictModel):
+class Form(StrictModel):
+    """What `response_format` may be; a field that is null is not there."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, values: Any) -> Any:
+        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
+
+
+class TextFormat(Form):
     type: Literal["text"]
 
 
-class JsonObjectFormat(StrictModel):
+class JsonObjectFormat(Form):
     type: Literal["json_object"]
     json_schema: dict[str, Any] | None = Field(default=None, alias="schema")
     """Extension of other servers: the object keeps to this schema."""
@@ -31,7 +40,7 @@ class JsonSchema(StrictModel):
     strict: bool | None = None
 
 
-class JsonSchemaFormat(StrictModel):
+class JsonSchemaFormat(Form):
     type: Literal["json_schema"]
     json_schema: JsonSchema
 

@@ -159,7 +159,7 @@ def messages_of(instructions: str | None, items: Sequence[Any]) -> list[dict[str
 
 
 def _text(parts: Sequence[ItemText]) -> str:
-    return "".join(part.text for part in parts)
+    return "\n".join(part.text for part in parts)
 
 
 class FunctionTool(FunctionSpec):

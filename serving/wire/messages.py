@@ -131,8 +131,8 @@ class Message(StrictModel):
         return self
 
     def text(self) -> str:
-        """The content with its parts joined, else the refusal; '' when there is none."""
-        content = self.content if isinstance(self.content, str) else "".join(p.text for p in self.content or ())
+        """The content with its parts on lines of their own, else the refusal; '' when there is none."""
+        content = self.content if isinstance(self.content, str) else "\n".join(p.text for p in self.content or ())
         return content or self.refusal or ""
 
     def for_template(self, *, wants_objects: bool = True) -> dict[str, Any]:

@@ -171,6 +171,9 @@ def test_token_id_prompts(client: openai.OpenAI, engine: ScriptedEngine) -> None
 def test_models(client: openai.OpenAI) -> None:
     assert [m.id for m in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"
+    behind = httpx.get(f"{client.base_url}models/", headers={"authorization": "Bearer x"})
+    assert [m["id"] for m in behind.json()["data"]] == ["tiny"]
+    assert client.completions.create(model="", prompt="abc", max_tokens=4).model == "tiny"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("gpt-4")
 

@@ -63,7 +63,7 @@ def prompt_of(url: str, engine: ScriptedEngine, messages: list[Any], **fields: A
         ([user("a"), assistant("b")], {"continue_final_message": True}, "[user]a[assistant]b"),
         ([user("a")], {"chat_template_kwargs": {"enable_thinking": True}}, "[user]a[assistant]<think>"),
         ([user("a")], {"chat_template_kwargs": {"unused": [1, {"b": None}]}}, "[user]a[assistant]"),
-        ([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], {}, "[user]ab[assistant]"),
+        ([{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}], {}, "[user]a\nb[assistant]"),
     ],
 )  # fmt: skip
 def test_the_template_writes_the_conversation(
@@ -123,6 +123,17 @@ def test_an_answer_can_be_continued_where_it_was_cut(real: tuple) -> None:
     ).choices[0]
     assert TOKENIZER.decode(answer.model_dump()["prompt_token_ids"]) == written
     assert answer.model_dump()["token_ids"] == wanted.model_dump()["token_ids"]
+
+
+def test_a_chat_has_its_prompts_tokens_beside_the_choices_too(real: tuple) -> None:
+    client, _ = real
+    ask: dict[str, Any] = {"model": "tiny", "max_tokens": 6, "messages": [user("hi")], "n": 2}
+    whole = client.chat.completions.create(**ask, extra_body={"return_token_ids": True})
+    chunks = list(client.chat.completions.create(**ask, stream=True, extra_body={"return_token_ids": True}))
+    assert whole.prompt_token_ids == whole.choices[1].prompt_token_ids == chunks[0].prompt_token_ids
+    assert TOKENIZER.decode(whole.prompt_token_ids).startswith("user: hi")
+    assert not any(hasattr(c, "prompt_token_ids") for c in chunks[1:])
+    assert not hasattr(client.chat.completions.create(**ask), "prompt_token_ids")
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])

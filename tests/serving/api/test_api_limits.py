@@ -162,7 +162,7 @@ def test_priorities_reach_the_engine(url: str, engine: ScriptedEngine) -> None:
         assert engine.requests[-1].priority == wanted
 
 
-@pytest.mark.parametrize("value", [-1001, 1001, 1.0, "high", True])
+@pytest.mark.parametrize("value", [-1001, 1001, 1.5, "high", True])
 def test_hostile_priorities_are_refused(url: str, value: Any) -> None:
     answer = post(url, priority=value)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")
@@ -215,7 +215,10 @@ def test_continuous_usage_grows_in_every_chunk(url: str) -> None:
     parts = [json.loads(p.removeprefix("data: ")) for p in answer.text.split("\n\n")[:-2]]
     assert [p["usage"]["completion_tokens"] for p in parts] == [3, 6, 8, 8]
     assert parts[-1]["choices"] == []
-    refused = post(url, stream=True, stream_options={"continuous_usage_stats": True})
+    for alone in ({"continuous_usage_stats": True}, {"continuous_usage_stats": True, "include_usage": None}):
+        again = post(url, max_tokens=8, stream=True, stream_options=alone).text
+        assert again.count('"completion_tokens":') == len(parts)
+    refused = post(url, stream=True, stream_options={"continuous_usage_stats": True, "include_usage": False})
     assert refused.status_code == 400
 
 

@@ -34,6 +34,21 @@ def test_defaults_are_openais() -> None:
     assert completion().sampling(max_tokens=1).temperature == 1.0
 
 
+def test_what_other_languages_make_of_json_is_read() -> None:
+    """A mark of the byte order, whole numbers with a point, and null for what is not there."""
+    raw = b'\xef\xbb\xbf{"prompt": "x", "max_tokens": 100.0, "n": 1e0, "temperature": 1.0, "top_p": 0.5, "seed": -3.0}'
+    body = parse_body(raw, CompletionBody)
+    assert (body.max_tokens, body.n, body.temperature, body.top_p, body.seed) == (100, 1, 1.0, 0.5, -3)
+    for wrong in (b"1.5", b"1e300", b'"100"', b"true"):
+        with pytest.raises(FieldError) as e:
+            parse_body(b'{"prompt": "x", "max_tokens": ' + wrong + b"}", CompletionBody)
+        assert e.value.param == "max_tokens"
+    nulls = {"response_format": {"type": "json_object", "json_schema": None}, "return_token_ids": None}
+    assert chat(**nulls, stream=True, stream_options={"include_usage": None}).response_format.type == "json_object"
+    with pytest.raises(FieldError):
+        chat(response_format={"type": "json_schema", "json_schema": None})
+
+
 @pytest.mark.parametrize("field", sorted(REFUSED))
 def test_unsupported_fields_are_refused_unless_they_ask_for_nothing(field: str) -> None:
     neutral, reason = REFUSED[field]
@@ -187,7 +202,7 @@ def test_messages_reach_the_template_as_plain_dicts() -> None:
         ]
     )
     developer, assistant, tool = (m.for_template() for m in body.messages)
-    assert developer == {"role": "system", "content": "ab"}
+    assert developer == {"role": "system", "content": "a\nb"}
     called = {"type": "function", "function": {"name": "f", "arguments": {}}}  # templates write an object themselves
     assert assistant == {"role": "assistant", "content": "", "tool_calls": [called]}
     assert tool == {"role": "tool", "content": "7", "tool_call_id": "c1"}

@@ -119,6 +119,22 @@ def test_real_stop_string_cuts_the_text_before_it(real: tuple) -> None:
         parts = list(answer) if stream else [answer]
         assert "".join(p.choices[0].text for p in parts) == text[: text.index(stop)]
         assert parts[-1].choices[0].finish_reason == "stop"
+        assert parts[-1].choices[0].stop_reason == stop
+
+
+def test_real_stop_tokens_are_told_as_what_ended_the_answer(real: tuple) -> None:
+    client, _, _ = real
+    ask = {"model": "tiny", "prompt": [7, 8], "max_tokens": 24, "temperature": 0}
+    ids = (
+        client.completions.create(**ask, extra_body={"ignore_eos": True, "return_token_ids": True}).choices[0].token_ids
+    )
+    for stream in (False, True):
+        extra = {"ignore_eos": True, "stop_token_ids": [ids[4]]}
+        answer = client.completions.create(**ask, stream=stream, extra_body=extra)
+        last = (list(answer) if stream else [answer])[-1].choices[0]
+        assert (last.finish_reason, last.stop_reason) == ("stop", ids[4])
+    cut = client.completions.create(**ask, extra_body={"ignore_eos": True}).choices[0]
+    assert (cut.finish_reason, cut.stop_reason) == ("length", None)
 
 
 def test_real_logprobs_belong_to_the_tokens(real: tuple) -> None:

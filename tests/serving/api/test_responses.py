@@ -191,7 +191,7 @@ def test_items_go_back_in_as_they_came(client: openai.OpenAI, engine: ScriptedEn
     )
     assert prompt_of(engine) == (
         'user: hi\nassistant: I see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
-        "user: <tool_response>\n2\n</tool_response>\nsystem: ab\nassistant: "
+        "user: <tool_response>\n2\n</tool_response>\nsystem: a\nb\nassistant: "
     )
 
 
