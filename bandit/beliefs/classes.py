@@ -238,18 +238,16 @@ class ClassBook(msgspec.Struct, kw_only=True):
             for b in groups:
                 if a >= b or (a in is_kept and b in is_kept and mains[a] != mains[b]):
                     continue
-                stays, gone = sorted((a, b), key=lambda k: (k not in is_kept, -groups[k].count, k))
-                own, other = groups[gone], groups[stays]
+                rarer, more = sorted((a, b), key=lambda k: groups[k].count)
+                own, other = groups[rarer], groups[more]
                 worth = _apart(own, other) / SPLIT
                 is_pooled = a in self.pool_of and self.pool_of[a] == self.pool_of.get(b)
-                rarer, more = sorted((a, b), key=lambda k: groups[k].count)
-                if rarer not in is_kept or (more in is_kept and is_pooled):
-                    away = float(np.linalg.norm(own.mean - other.mean))
-                    wider = max(clumps.reach(own), clumps.reach(other))
-                    if is_far or away <= wider:
-                        worth = min(
-                            worth, _worth(own, other, np.minimum(traffic[mains[a]], traffic[mains[b]]), usual, scarcity)
-                        )
+                may_be_rare = rarer not in is_kept or (more in is_kept and is_pooled)
+                away = float(np.linalg.norm(own.mean - other.mean))
+                if may_be_rare and (is_far or away <= max(clumps.reach(own), clumps.reach(other))):
+                    both = np.minimum(traffic[mains[a]], traffic[mains[b]])
+                    worth = min(worth, _worth(own, other, both, usual, scarcity))
+                stays, gone = sorted((a, b), key=lambda k: (k not in is_kept, -groups[k].count, k))
                 found.append((worth, stays, gone))
         worth, stays, gone = min(found, default=(math.inf, 0, 0))
         return (stays, gone) if worth < KEEP else None

@@ -135,9 +135,9 @@ class Answer:
         body["choices"] = [c.body(own) for c, own in zip(self.choices, by_choice, strict=True)]
         if self.is_chat:
             body |= self.choices[0].told_prompt()
-        scores = self.choices[0].prompt_logprobs() if self.is_chat else None
-        if scores is not None:
-            body["prompt_logprobs"] = scores
+            scores = self.choices[0].prompt_logprobs()
+            if scores is not None:
+                body["prompt_logprobs"] = scores
         return {**body, "usage": self.usage(), **self._stats()}
 
     def usage(self) -> dict[str, Any]:
