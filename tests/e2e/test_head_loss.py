@@ -44,6 +44,12 @@ async def ask_one(client: Any, i: int) -> Any:
     return await ask(client, i % NUM_PROMPTS, stream=i % 2 == 0, num_tokens=32, bucket="load")
 
 
+def pin(url: str, version: str) -> int:
+    response = HTTP.post(f"{url}/paceline/pin", json={"version": version}, timeout=60)
+    assert response.is_success or response.status_code == 503, response.text
+    return response.status_code
+
+
 def test_replicas_serve_on_without_a_head_and_the_next_one_looks_after_them_again(tmp_path: Path) -> None:
     assert not ray.is_initialized()
     port = free_port()
@@ -88,7 +94,8 @@ def test_replicas_serve_on_without_a_head_and_the_next_one_looks_after_them_agai
         version = put_drafter(
             DrafterRegistry(StorePaths.of(config).registry), read_target(config.model), tmp_path / "d", 7
         )
-        HTTP.post(f"{url}/paceline/pin", json={"version": version}, timeout=60).raise_for_status()
+        # the controller was at the head: commands get 503 until a replica has started it elsewhere
+        wait_for(lambda: pin(url, version) != 503, "a controller", RESTART_S)
         wait_for(lambda: {r["version"] for r in replicas_of(url).values()} == {version}, "it on both nodes")
         before = set(replicas_of(url))
         lost = next(p for p in nodes.processes("w1") if " ".join(p.cmdline()).startswith(ENGINE))
