@@ -114,12 +114,13 @@ class RoundOutput:
         prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None,
     ) -> None:
         """Send one round's tokens (already in request.tokens) to the owner; end the request when there is a reason."""
-        if finish_reason == "error":  # its own grammar's; no drafter is to blame
-            error = request.grammar.error if request.grammar is not None else None
+        if finish_reason == "error":  # its grammar's; no drafter is to blame
+            assert request.grammar is not None
+            error, is_own_fault = request.grammar.error, request.grammar.is_own_fault
             if token_ids:
                 self.emit(request, token_ids, num_accepted_tokens, logprobs, None, None, prompt_logprobs)
             if request.request_id in self.by_id:  # its owner may be gone
-                self.end_early(request, "error", error, is_drafters=False)
+                self.end_early(request, "error", error, is_drafters=False, is_own_fault=is_own_fault)
             return
         self.num_tokens += len(token_ids)
         now_s = self.clock.now()
@@ -143,17 +144,23 @@ class RoundOutput:
         self._call(request, event)
 
     def end_early(
-        self, request: RunningRequest, reason: str, error: str | None = None, *, is_drafters: bool = True
+        self,
+        request: RunningRequest,
+        reason: str,
+        error: str | None = None,
+        *,
+        is_drafters: bool = True,
+        is_own_fault: bool = False,
     ) -> None:
         """End a request without a result: reason 'abort', 'deadline' or 'error'. Its pages and pin are free afterwards.
 
         is_drafters: whether an error counts against the drafter version that the request is pinned to.
+        is_own_fault: whether the request would end the same way again.
         """
         self.num_aborted += 1
         self.num_expired += reason == "deadline"
         if reason == "error" and is_drafters and request.version:
             self.num_errors[request.version] = self.num_errors.get(request.version, 0) + 1
-        is_own_fault = reason == "error" and not is_drafters
         now_s = self.clock.now()
         event = request.event(now_s, finish_reason=reason, error=error, is_own_fault=is_own_fault)
         self._end(request, RequestStatus.ABORTED, event, now_s)

@@ -62,6 +62,8 @@ class CompiledGrammar:
         self.is_quick = is_quick
         self.is_spent = False
         """No answer can begin with it."""
+        self.num_answers = 0
+        """That have begun with it."""
 
 
 class GrammarFactory:
@@ -115,6 +117,7 @@ class GrammarFactory:
         """
         compiled = self.prepare(spec, tenant)
         with self._lock:
+            compiled.num_answers += 1
             origin = compiled.matcher
             matcher = origin.deep_copy()
 
@@ -134,6 +137,7 @@ class GrammarFactory:
             stop_token_ids=stop_token_ids,
             ignores_eos=ignores_eos,
             renew=renew,
+            is_others=lambda: compiled.is_spent and compiled.num_answers > 1,
             bans=bans_of(bad_words, self._vocab_size) if bad_words else None,
         )
 

@@ -44,15 +44,17 @@ class GrammarState:
         stop_token_ids: Iterable[int],
         ignores_eos: bool,
         renew: Callable[[], Matcher | None],
+        is_others: Callable[[], bool],
         bans: Bans | None = None,
     ) -> None:
         """Args:
         stop_token_ids: the request's own; those outside the vocabulary are never drawn.
         renew: gives a matcher before the first token in place of one with an error, which cannot be taken back; None = there
             is none.
+        is_others: whether a matcher that fails may owe it to other answers.
         bans: None = nothing is banned.
         """
-        self._matcher, self._renew = matcher, renew
+        self._matcher, self._renew, self._is_others = matcher, renew, is_others
         self._consumed: list[int] = []  # tokens that the matcher has consumed, the uncommitted ones last
         self._vocab_size = vocab_size
         self._eos_ids = np.array(sorted(eos_token_ids), dtype=np.int64)
@@ -63,6 +65,8 @@ class GrammarState:
         self._is_ended = False
         self.error: str | None = None
         """Why the grammar cannot be followed any further; stays until a token before the failure is taken back."""
+        self.is_own_fault = True
+        """Whether the answer fails the same way when its request is sent again; of an error only."""
 
     @property
     def num_ahead(self) -> int:
@@ -133,4 +137,5 @@ class GrammarState:
         return all(map(fresh.consume_token, self._consumed))
 
     def _fail(self, reason: str) -> None:
+        self.is_own_fault = not (self._matcher.is_error() and self._is_others())
         self.error = f"the grammar cannot be followed: {reason.strip()[:300] or 'unknown reason'}"

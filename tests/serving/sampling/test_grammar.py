@@ -225,8 +225,20 @@ def test_a_grammar_that_compiles_slowly_fails_the_answer_and_serves_the_next_one
     monkeypatch.setattr(grammar_module, "MAX_RENEWAL_S", 0.0)
     compiler = GrammarFactory(tiny_tokenizer(300), 300, [EOS_ID])
     text = f'{{"note":"{"x" * 4000}"}}'
-    assert "too many states" in str(follow(compiler.start(NOTE), text))
+    long = compiler.start(NOTE)
+    assert "too many states" in str(follow(long, text))
+    assert long.is_own_fault, "no other answer has taught the lexer anything"
     assert follow(compiler.start(NOTE), '{"note":"short"}') is None
+
+
+def test_an_answer_that_fails_by_what_others_taught_a_slow_grammars_lexer_may_be_sent_again(monkeypatch) -> None:
+    monkeypatch.setattr(grammar_module, "MAX_RENEWAL_S", 0.0)
+    compiler = GrammarFactory(tiny_tokenizer(300), 300, [EOS_ID])
+    short, long = compiler.start(NOTE), compiler.start(NOTE)
+    assert follow(long, f'{{"note":"{"x" * 4000}"}}') is not None
+    assert follow(short, '{"note":"yz"}') is not None and not short.is_own_fault
+    again = compiler.start(NOTE)
+    assert follow(again, '{"note":"yz"}') is None
 
 
 @pytest.mark.parametrize(
