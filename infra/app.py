@@ -37,6 +37,7 @@ from paceline.config import (
     VARIABLES,
     AttachOptions,
     ServiceConfig,
+    build_service,
     most_replicas,
     override,
     to_dict,
@@ -62,7 +63,6 @@ from paceline.infra.state.redis_server import EmbeddedRedis, resolve_redis
 from paceline.infra.web.access import Access
 from paceline.machine import SystemClock, claim_port, free_port
 from paceline.paths import keep_private, resolve_drafter, resolve_model
-from paceline.records import build as build_record
 from paceline.serving.wire.credentials import Tokens
 
 log = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ def build(args: Mapping[str, Any]) -> Application:
 
     Raises: ConfigError on an unknown key, and on a certificate, which Serve's proxies would not see. Without redis_url (or PACELINE_REDIS_URL) replicas serve their first drafter and nothing adapts.
     """
-    given = build_record(ServiceConfig, dict(args))
+    given = build_service(args)
     if shown := [name for name in VARIABLES if name != "token_file" and _is_secret(getattr(given, name))]:
         log.warning(
             "%s in args can be read by `serve config` and in Ray's dashboard; give %s to `ray start` on every node instead, "
@@ -663,6 +663,7 @@ def attach_forever(config: ServiceConfig, console: Console, options: AttachOptio
                 return
             config = replace(config, port=claim_port(config.host, config.port))
             owns_ray = start_ray(config)
+            check_claim(config, "")
             attached = Attached(config, first, facts, http_options(config))
             console.print(
                 f"Paceline decides for {config.model_name!r}, engines are {facts.kind} {facts.engine_version}; first drafter "

@@ -527,7 +527,7 @@ class ServiceConfig:
     tls_cert: A[str | None, Setting("PEM file with the certificate and its chain: HTTPS.", panel="Access")] = None
     tls_key: A[str | None, Setting("PEM file with the certificate's private key.", panel="Access")] = None
     access_log: bool = True
-    """One JSON line a request in data_dir/access-<replica>.log: labels, token counts, times; never its text."""
+    """One JSON line a request in DATA_DIR/services/NAME/access-<replica>.log: labels, token counts, times; never its text."""
     otlp_traces_endpoint: A[
         str | None,
         Setting(
@@ -774,12 +774,23 @@ class ServeOptions:
         values, changes = _file_values(self.config) if self.config else {}, dict(self.changes)
         base = build(ServiceConfig, values)
         model = changes.get("model", base.model)
-        is_open = base.drafter == "bundled" and ("model" in changes or "drafter" not in values)
-        if model != "bundled" and "drafter" not in changes and is_open:
-            changes["drafter"] = default_drafter(model)
-            if base.engine.tree.mix == "none":
-                changes.setdefault("engine.tree.mix", default_mix(model))
+        if "drafter" not in changes and base.drafter == "bundled" and ("model" in changes or "drafter" not in values):
+            changes = _default_drafting(model, base) | changes
         return override(base, changes)
+
+
+def build_service(values: Mapping[str, Any]) -> ServiceConfig:
+    """ServiceConfig from plain values, with the drafter that a model has where none is named. Raises: ConfigError."""
+    config = build(ServiceConfig, values)
+    return config if "drafter" in values else override(config, _default_drafting(config.model, config))
+
+
+def _default_drafting(model: str, base: ServiceConfig) -> dict[str, Any]:
+    """Changes of `base` for a model for which no drafter is named."""
+    if model == "bundled":
+        return {}
+    mix = {"engine.tree.mix": default_mix(model)} if base.engine.tree.mix == "none" else {}
+    return {"drafter": default_drafter(model), **mix}
 
 
 @record()

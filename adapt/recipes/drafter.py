@@ -31,7 +31,7 @@ from paceline.adapt.recipes.learning_curve import CURVE_FILE, LearningCurve
 from paceline.adapt.recipes.record import add_facts, training_facts, write_provenance
 from paceline.errors import ConfigError
 from paceline.names import is_label
-from paceline.records import MODELS, Setting, Threads, build, record
+from paceline.records import MODELS, Device, Setting, Threads, build, record
 from paceline.serving.drafters.network import DrafterModel
 from paceline.serving.loading.families import save_drafter
 from paceline.serving.loading.target import read_target
@@ -62,7 +62,7 @@ class TrainDrafterOptions:
         Path | None, Setting("Folder of text data (docs/drafters.md); only code and chat need none.", is_folder=True)
     ] = None
     num_threads: Threads = None
-    device: A[str, Setting("cpu | cuda.", choices=("cpu", "cuda"))] = "cpu"
+    device: Device = "auto"
 
 
 def plan_batches(lengths: Sequence[int], batch_rows: int, generator: torch.Generator) -> list[list[int]]:

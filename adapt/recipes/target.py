@@ -21,7 +21,7 @@ from paceline.adapt.families.recipe import MAX_SEED
 from paceline.adapt.recipes.checkpoint import CHECKPOINT_FILE, load_checkpoint, own_folder, save_checkpoint
 from paceline.errors import ConfigError
 from paceline.paths import write_atomic
-from paceline.records import Setting, Threads, count, record, require
+from paceline.records import Device, Setting, Threads, count, record, require
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class TrainTargetOptions:
     out: A[Path, Setting("Folder for weights, tokenizer, PROVENANCE.md and the checkpoint.")]
     recipe: TargetRecipe = field(default_factory=TargetRecipe)
     num_threads: Threads = None
-    device: A[str, Setting("cpu | cuda.", choices=("cpu", "cuda"))] = "cpu"
+    device: Device = "auto"
     compile: A[bool, Setting("Compile the layers: faster on a CPU.")] = False
 
 

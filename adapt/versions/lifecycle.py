@@ -145,6 +145,9 @@ class Lifecycle(msgspec.Struct):
         done = END_STATUSES | {DrafterStatus.RETIRED}
         for is_job, most in ((True, MAX_JOBS), (False, MAX_VERSIONS)):
             kept = [v for v in self.versions if v.startswith(JOB_PREFIX) == is_job]
-            old = sorted((self.versions[v].since, v) for v in kept if self.versions[v].status in done)
-            for _, version in old[: max(0, len(kept) - most)]:
+            # what was rolled back or refused is barred for as long as it is known
+            old = sorted(
+                (life.status in END_STATUSES, life.since, v) for v in kept if (life := self.versions[v]).status in done
+            )
+            for *_, version in old[: max(0, len(kept) - most)]:
                 del self.versions[version]

@@ -209,11 +209,16 @@ class ClassBook(msgspec.Struct, kw_only=True):
             del self.pool_of[k]
         self._pool(left)
 
-    def _free(self, clumps: _Clumps, label: int) -> None:
-        clumps.labels[clumps.labels == label] = 0
+    def _end(self, label: int) -> None:
+        """A class is none any more."""
         self._leave_pool(label)
         self.freed.append(label)
         self.ended.append(label)
+        self.parted = [pair for pair in self.parted if pair[0] != label]
+
+    def _free(self, clumps: _Clumps, label: int) -> None:
+        clumps.labels[clumps.labels == label] = 0
+        self._end(label)
         self.shares[0] = self.shares.get(0, 0.0) + self.shares.pop(label, 0.0)
         self.seen.pop(label, None)
 
@@ -231,6 +236,7 @@ class ClassBook(msgspec.Struct, kw_only=True):
         one that is too rare need not lie within the other's reach.
         """
         groups, usual, scarcity = clumps.groups(), clumps.usual(), clumps.scarcity(max_classes)
+        reach = {k: clumps.reach(group) for k, group in groups.items()}
         mains = {k: clumps.main_tenant(k) for k in groups}
         traffic = {name: clumps.traffic(name) for name in set(mains.values())}
         found = []
@@ -244,7 +250,7 @@ class ClassBook(msgspec.Struct, kw_only=True):
                 is_pooled = a in self.pool_of and self.pool_of[a] == self.pool_of.get(b)
                 may_be_rare = rarer not in is_kept or (more in is_kept and is_pooled)
                 away = float(np.linalg.norm(own.mean - other.mean))
-                if may_be_rare and (is_far or away <= max(clumps.reach(own), clumps.reach(other))):
+                if may_be_rare and (is_far or away <= max(reach[a], reach[b])):
                     both = np.minimum(traffic[mains[a]], traffic[mains[b]])
                     worth = min(worth, _worth(own, other, both, usual, scarcity))
                 stays, gone = sorted((a, b), key=lambda k: (k not in is_kept, -groups[k].count, k))
@@ -254,9 +260,7 @@ class ClassBook(msgspec.Struct, kw_only=True):
 
     def _merge(self, clumps: _Clumps, stays: int, gone: int) -> None:
         clumps.labels[clumps.labels == gone] = stays
-        self._leave_pool(gone)
-        self.freed.append(gone)
-        self.ended.append(gone)
+        self._end(gone)
         self.shares[stays] = self.shares.get(stays, 0.0) + self.shares.pop(gone, 0.0)
         self.seen[stays] = max(self.seen.get(stays, 0.0), self.seen.pop(gone, 0.0))
 
@@ -284,7 +288,7 @@ class ClassBook(msgspec.Struct, kw_only=True):
                     whole = self.pool_of.get(label, label)
                     self._pool({new, label, *(k for k, pool in self.pool_of.items() if pool == whole)})
                     todo += [label, new]
-                    self.shares[label] = max(self.shares.get(label, 0.0) - self.shares[new], 0.0)
+                self.shares[label] = max(self.shares.get(label, 0.0) - self.shares[new], 0.0)
 
     def _new_number(
         self, clumps: _Clumps, max_classes: int, now: float, tenant: str, is_kept: Collection[int], whole: int

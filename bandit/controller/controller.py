@@ -110,7 +110,7 @@ class Controller:
         for version in (context.first_version, context.live_version, *context.class_versions.values()):
             if version and version not in state.lived:
                 state.lived.append(version)
-        if state.epoch_start is None:
+        if state.epoch_start is None or now < state.epoch_start:  # a new start may read a clock that was set back
             state.epoch_start = now
         if now - state.epoch_start < self._config.epoch_s:
             return []

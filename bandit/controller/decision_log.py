@@ -176,9 +176,9 @@ def parse_log(data: bytes, path: str) -> ServiceLog:
             value = json.loads(line)
             has_kind = isinstance(value, dict) and "kind" in value
             if not has_kind and isinstance(value, dict) and "decision_id" in value:
-                raise ConfigError(f"log {path} holds decisions only, not what each epoch measured; replay the export's replay.jsonl or DATA_DIR/decisions.jsonl")  # fmt: skip
+                raise ConfigError(f"log {path} holds decisions only, not what each epoch measured; replay the export's replay.jsonl or DATA_DIR/services/NAME/decisions.jsonl")  # fmt: skip
             if number == 1 and not has_kind:
-                raise ConfigError(f"log {path} is no decision log: its first line says no kind; replay an export's replay.jsonl or DATA_DIR/decisions.jsonl")  # fmt: skip
+                raise ConfigError(f"log {path} is no decision log: its first line says no kind; replay an export's replay.jsonl or DATA_DIR/services/NAME/decisions.jsonl")  # fmt: skip
             kind = value["kind"]
             if "entry_id" in value:  # its own kind (training, saving, ...) stands in place of the line's
                 entry = msgspec.convert(value, LedgerEntry)

@@ -93,6 +93,7 @@ def drop_bucket(state: ControllerState, name: str) -> None:
     state.gains.drop_bucket(name)
     if state.regime is not None:
         state.regime.mean.pop(name, None)
+        state.regime.recent.pop(name, None)
         state.regime.forget(name)
 
 

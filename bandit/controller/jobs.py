@@ -63,7 +63,7 @@ def learn(state: ControllerState, job: JobRecord, result: TrainResult) -> None:
         _note_version(state, job, result.version, total, is_text_gone=is_text_gone)
     elif result.status == "learning":
         state.required_rows.pop(job.bucket, None)
-    elif result.status != "stopped" and not is_text_gone:
+    elif result.status != "stopped" and (is_measured or result.train_s > 0) and not is_text_gone:
         state.required_rows[job.bucket] = 2 * max(job.arm.num_rows, state.required_rows.get(job.bucket, 0))
 
 

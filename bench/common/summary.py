@@ -51,7 +51,7 @@ def summary_of(document: dict[str, Any]) -> dict[str, Any]:
     if isinstance(kept.get("options"), dict):  # where a computer had its files says nothing to others
         paths = {k for k, v in kept["options"].items() if isinstance(v, str) and v.startswith("/")}
         kept["options"] = {k: None if k in paths else v for k, v in kept["options"].items()}
-    if isinstance(kept.get("cells"), list) and all("arms" in cell for cell in kept["cells"]):
+    if isinstance(kept.get("cells"), list) and all(isinstance(c, dict) and "arms" in c for c in kept["cells"]):
         kept["cells"] = [row for cell in kept["cells"] for row in _arm_rows(cell)]
     return {**_tables(kept), "is_summary": True}
 

@@ -8,6 +8,7 @@ factbook only held-out documents count.
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -164,7 +165,7 @@ def read_questions(data: Path | None) -> dict[str, list[Question]]:
     if not out:
         raise ConfigError(
             f"data must hold prompts in a known format (lines with question_id, category, turns | task_id, prompt | "
-            f"question, answer | turns of U and S | prompt | messages; books as .md or .txt), got none in {str(data)!r}, "
+            f"question, answer | turns of U and S | prompt | text | messages; books as .md or .txt), got none in {str(data)!r}, "
             f"which has {num_others} other files"
         )
     return out
@@ -231,9 +232,9 @@ def _messages(row: Mapping[str, Any], source: str, at: int) -> Question | None:
     )
 
 
-def _prompt(row: Mapping[str, Any], source: str, at: int) -> Question:
+def _prompt(row: Mapping[str, Any], source: str, at: int, key: str = "prompt") -> Question:
     name = str(row.get("id", f"{Path(source).stem}-{at}"))
-    turns = (_text(row["prompt"], "prompt"),)
+    turns = (_text(row[key], key),)
     return Question(question_id=name, category=_category(row, source), turns=turns, source=source)
 
 
@@ -248,6 +249,7 @@ _FORMATS: tuple[tuple[frozenset[str], Callable[[Mapping[str, Any], str, int], Qu
     (frozenset({"id", "turns"}), _dialogue),
     (frozenset({"messages"}), _messages),
     (frozenset({"prompt"}), _prompt),
+    (frozenset({"text"}), functools.partial(_prompt, key="text")),
 )
 
 

@@ -75,6 +75,8 @@ def read_result(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} must be a whole result, got a summary, which has no groups; use the file that --json wrote"
         )
+    if missing := [key for key in ("options", "machine", "cells", "is_complete") if key not in document]:
+        raise ConfigError(f"{path} must be a result as --json writes it, got one without {', '.join(missing)}")
     return document
 
 

@@ -33,13 +33,13 @@ from paceline.bench.engine.run import (
     SIZE,
     Temperatures,
     TurnOptions,
-    pick_device,
     run_cells,
 )
 from paceline.config import EngineConfig
 from paceline.errors import ConfigError, PacelineError
 from paceline.paths import resolve_model
 from paceline.records import DRAFTER_NAMES, HtmlFile, Setting, record, require
+from paceline.serving.loading.target import pick_device
 from paceline.serving.target_model.model import TargetModel
 
 ALL = "all"

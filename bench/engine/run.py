@@ -55,6 +55,7 @@ from paceline.records import (
     require,
     settings,
 )
+from paceline.serving.loading.target import pick_device
 from paceline.serving.target_model.model import TargetModel
 
 DEFAULT_ARMS = (PLAIN, SPECULATIVE, GENERATE, LOOKUP)
@@ -292,15 +293,6 @@ def run_cells(
             rows.append(row_of(groups[options.warmup_groups :], timings))
             result.update(cells=rows)
     return rows
-
-
-def pick_device(name: str) -> str:
-    """What auto stands for. Raises: ConfigError where there is no such device."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda needs a GPU that torch can use; use --device cpu")
-    return name
 
 
 def _prompts(options: EngineBenchOptions, bucket: str, target: TargetModel) -> list[tuple[int, ...]]:

@@ -22,7 +22,6 @@ from paceline.bench.common.terminal import interval_text, new_table, number_text
 from paceline.bench.common.workloads import BUNDLED_BUCKETS, load_prompts
 from paceline.bench.engine.arms import BenchGroup, EngineArm, GroupTiming, make_groups, run_alternating
 from paceline.bench.engine.cells import paired_ratio, split_of_rounds
-from paceline.bench.engine.run import pick_device
 from paceline.config import EngineConfig, TreeConfig
 from paceline.contracts import Group
 from paceline.errors import ConfigError, PacelineError
@@ -34,6 +33,7 @@ from paceline.serving.drafters.network import DrafterModel
 from paceline.serving.drafters.slots import MAX_CLASS_SLOTS, DrafterSlots
 from paceline.serving.engine.engine import Engine
 from paceline.serving.loading.families import build_drafter, build_model, read_drafter_files
+from paceline.serving.loading.target import pick_device
 from paceline.serving.target_model.model import TargetModel
 
 ONE, DELTAS, WHOLE = "one version", "deltas", "whole versions"

@@ -145,7 +145,7 @@ def _vllm(more: str = "") -> Kind:
 def _paceline(drafter: str | None) -> Kind:
     words = "-m paceline.cli.main serve --model {model} --port {port} --data-dir {room}"
     way = Way(words=words + (f" --drafter {drafter}" if drafter else ""), modules=("paceline",), packages=("paceline",))
-    return Kind(ways=(way,), install="pip install paceline")
+    return Kind(ways=(way,), install="pip install . in a checkout of Paceline")
 
 
 def kinds(drafters: Sequence[str], default: str) -> dict[str, Kind]:

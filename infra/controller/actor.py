@@ -13,6 +13,7 @@ import importlib
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,10 @@ class ControllerActor:
             return spec.deployed_at >= mine.deployed_at
         return getattr(spec, "release", "") != mine.release and spec.deployed_at > mine.deployed_at
 
+    async def is_of(self, spec: ControllerSpec) -> bool:
+        """Whether this is the controller of `spec` and of no other deployment."""
+        return self._spec == spec
+
     async def release(self) -> str:
         """The code that this controller runs; see `code_digest`. Releases without this method give way to one with it."""
         return self._spec.release
@@ -245,13 +250,13 @@ def actor_name(model: str) -> str:
     return f"paceline-controller-{model}"
 
 
-def ensure_controller(spec: ControllerSpec) -> Any:
+def ensure_controller(spec: ControllerSpec, is_wanted: Callable[[], bool] = lambda: True) -> Any:
     """Handle of the service's controller. Do not keep the handle.
 
     Made when there is none or the old one is dead, on any node but those that train, which come and go. One of another
     configuration or an older release is stopped after a last commit and replaced by one that restores its state; one of a
     later deployment is left alone.
-    Raises: PacelineError when it does not answer.
+    is_wanted: asked before every try. Raises: PacelineError when it does not answer, or is not wanted any more.
     """
     remote = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=0)(ControllerActor)
     named = remote.options(
@@ -264,6 +269,9 @@ def ensure_controller(spec: ControllerSpec) -> Any:
     )
     last: Exception | str = "others keep replacing it"
     for _ in range(_MAX_TRIES):
+        if not is_wanted():
+            last = "it is not wanted any more"
+            break
         try:
             handle = named.remote(spec)
             is_older = not hasattr(handle, "release")
@@ -283,11 +291,20 @@ def get_controller(model: str) -> Any:
     return ray.get_actor(actor_name(model), namespace=NAMESPACE)
 
 
-def stop_controller(model: str, timeout_s: float = 15.0) -> None:
-    """Stop the controller's loop and remove the actor; no error when there is none."""
+def stop_controller(model: str, timeout_s: float = 15.0, *, spec: ControllerSpec | None = None) -> None:
+    """Stop the controller's loop and remove the actor; no error when there is none.
+
+    spec: leave one alone that is not of it; None = whosesoever it is.
+    """
     try:
         handle = get_controller(model)
     except ValueError:
+        return
+    try:
+        if spec is not None and not ray.get(handle.is_of.remote(spec), timeout=timeout_s):
+            return
+    except (RayError, TimeoutError) as e:
+        logger.warning("whose the controller is cannot be told: %s", e)
         return
     _stop_handle(handle, timeout_s)
 

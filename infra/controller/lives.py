@@ -354,6 +354,16 @@ class Lives:
             else:
                 self._end_canary(trial, verdict, now)
 
+    def end_class(self, bucket: str, reason: str, now: float) -> None:
+        """What was on trial or served for a class holds no more: its name may be that of other text."""
+        rollout, base = self._state.rollout, self._books.desired
+        rollout.frozen.pop(bucket, None)
+        if rollout.canary is not None and rollout.canary.scope == bucket:
+            self._end_canary(rollout.canary, Verdict(outcome=Outcome.RETIRED, reason=reason), now)
+        if base is not None and bucket in base.class_versions:
+            self.unassign(bucket, reason, now)
+            self._books.note(reason)
+
     def _end_canary(self, canary: Canary, verdict: Verdict, now: float) -> None:
         """Let it serve, or call it off."""
         if verdict.outcome == Outcome.PROMOTED:

@@ -19,6 +19,7 @@ from paceline.adapt.data.storage_calls import StorageCalls
 from paceline.adapt.versions.lifecycle import VersionLife
 from paceline.bandit.controller.controller import Controller
 from paceline.config import RolloutConfig
+from paceline.contracts import CLASS_PREFIX
 from paceline.errors import PacelineError, StateError, StorageHangsError
 from paceline.infra.controller.feedback import READ_COUNT, Feedback
 from paceline.infra.controller.jobs import Jobs, Launcher, TrainCoordinator
@@ -128,6 +129,8 @@ class Session:
             store.room.drop_acknowledged()  # releases before this one left it there
         self._begin(is_restored)
         self._refresh()
+        if not is_restored:
+            self._forget_classes(self.books.clock.now())
 
     def _begin(self, is_restored: bool) -> None:
         """The first commits: adopt a newer record of the set-up, then put the configuration into force."""
@@ -149,6 +152,9 @@ class Session:
             self.controller.unpin()  # a pin made for the drafters of another start holds nothing here
             books.note(f"first drafter is {state.desired.first_version}; pins and versions of classes removed")
             books.flush()
+        trials = [*([state.rollout.canary] if state.rollout.canary is not None else []), *state.rollout.guards.values()]
+        for trial in trials:  # by a clock that may have been set back since
+            trial.since = min(trial.since, now)
         self.lives.reconcile(now)
         logger.info(
             "controller restored epoch=%d commit=%d rows=%d pending_job=%s",
@@ -170,6 +176,15 @@ class Session:
                 f"the file of this log lacks up to {num_lost} older lines: Redis had no room for more before they were copied"
             )
 
+    def _forget_classes(self, now: float) -> None:
+        """Without the state that numbered them, classes that the stores or Redis name are not those that are numbered from now on."""
+        desired, around = self.books.desired, self.surroundings
+        known = {*around.rows, *(bucket for rows in around.learned_rows.values() for bucket in rows)}
+        for bucket in sorted({*known, *(desired.class_versions if desired is not None else ())}):
+            if bucket.startswith(CLASS_PREFIX) and bucket not in self.state.classes.published.names:
+                self.controller.begin_bucket(bucket, now, self.state.rows_written.get(bucket, 0))
+                self.lives.end_class(bucket, f"class {bucket} was numbered by a state that is lost", now)
+
     def _mend_classes(self) -> None:
         """Have the record of the classes written again where Redis does not hold it as it was written."""
         store, pending = self.books.store, self.books.pending
@@ -186,11 +201,8 @@ class Session:
             logger.info("traffic classes changed rev=%d number=%d", book.published.rev, len(book.published.names))
         for bucket in book.take_ended():  # its number may have gone to another kind of prompts
             self.controller.begin_bucket(bucket, now, self.state.rows_written.get(bucket, 0))
-            desired = self.books.desired
-            if desired is not None and bucket in desired.class_versions:
-                reason = f"class {bucket} has ended; what comes under this name now is served by the live version"
-                self.lives.unassign(bucket, reason, now)
-                self.books.note(reason)
+            reason = f"class {bucket} has ended; what comes under this name now is served by the live version"
+            self.lives.end_class(bucket, reason, now)
         for bucket, whole in book.take_parted():
             self.lives.inherit(bucket, whole, now)
 

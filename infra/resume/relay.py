@@ -110,7 +110,11 @@ def relay_router(open_stream: Callable[[bytes], ItemStream], own_metrics: Callab
         response = await _relay(request, open_stream)
         if response.status_code != 200:
             return response
-        body = b"".join([part async for part in response.body_iterator])  # type: ignore[misc]
+        try:
+            body = b"".join([part async for part in response.body_iterator])  # type: ignore[misc]
+        except Exception as e:  # the replica ended behind the head
+            log.warning("/metrics: no replica answered to the end: %s", type(e).__name__)
+            raise _nobody() from e
         return Response(body + await asyncio.to_thread(own_metrics), media_type=response.headers["content-type"])
 
     router = APIRouter()
@@ -140,10 +144,14 @@ async def _relay(request: Request, open_stream: Callable[[bytes], ItemStream]) -
         except Exception as e:
             log.warning("%s %s: no replica answered: %s", request.method, request.url.path, type(e).__name__)
             if not left:
-                raise HTTPException(503, "no replica answers; try again", {"Retry-After": "2"}) from e
+                raise _nobody() from e
     response = StreamingResponse(_bodies(stream), head.status)
     response.raw_headers = [h for h in head.headers if h[0].lower() not in _HOP_HEADERS]
     return response
+
+
+def _nobody() -> HTTPException:
+    return HTTPException(503, "no replica answers; try again", {"Retry-After": "2"})
 
 
 async def _bodies(stream: ItemStream) -> AsyncIterator[bytes]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,6 @@ from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.config import AttachOptions, ServiceConfig
 from paceline.contracts import EngineFacts
 from paceline.errors import ConfigError, EngineAwayError, PacelineError
-from paceline.infra.controller.actor import stop_controller
 from paceline.infra.controller.snapshot import state_json
 from paceline.infra.engines.sglang import SglangReplica
 from paceline.infra.service.connections import Connection
@@ -41,9 +41,11 @@ from paceline.infra.web.dashboard_routes import dashboard_router
 from paceline.infra.web.feed import DashboardFeed
 from paceline.infra.web.state_routes import ServiceView, service_router
 from paceline.paths import resolve_drafter, resolve_model
+from paceline.serving.api.http import answer_errors
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.loading.families import build_drafter, read_drafter_files
 from paceline.serving.wire.credentials import Tokens
+from paceline.serving.wire.exchange import Exchange
 
 log = logging.getLogger(__name__)
 
@@ -178,7 +180,7 @@ class Attached:
         self.config = config
         self._tokens = Tokens.of(config)
         self._supervisor = ControllerSupervisor(
-            controller_spec(config, first.target_version, first_version=first.version)
+            controller_spec(config, first.target_version, first_version=first.version, deployed_at=time.time())
         )
         self._supervisor.start()
         view = ServiceView(
@@ -195,8 +197,7 @@ class Attached:
         self._thread.start()
 
     def close(self) -> None:
-        self._supervisor.stop()
-        stop_controller(self.config.model_name)
+        self._supervisor.remove()
         self._server.should_exit = True
         self._thread.join(10.0)
         self._feed.close()
@@ -205,6 +206,8 @@ class Attached:
 
 def _app(config: ServiceConfig, tokens: Tokens, view: ServiceView, feed: DashboardFeed) -> FastAPI:
     app, access = FastAPI(title="Paceline", openapi_url=None), Access.of(config, tokens)
+    answer_errors(app)
+    app.add_middleware(Exchange)
 
     @app.get("/paceline/state")
     async def state(request: Request) -> Response:

@@ -1,7 +1,8 @@
 """Connections: what uvicorn does with a client that sends no whole head, or never takes an answer's end.
 
-uvicorn waits for heads without a limit (its own one is for connections that are idle after an answer), and what it has
-written it keeps until the client reads it. Each such connection costs an open file, of which a process has a number.
+uvicorn waits for heads without a limit in time (its own one is for connections that are idle after an answer) or size, and
+what it has written it keeps until the client reads it. Each such connection costs an open file, of which a process has a
+number.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import math
 import resource
 import termios
+import time
 from array import array
 from collections import Counter
 from typing import ClassVar
@@ -21,6 +24,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from paceline.serving.wire.exchange import BODY_GRACE_S, WRITE_S
 
 log = logging.getLogger(__name__)
+
+
+MAX_HEAD_BYTES = 64 * 2**10
+"""Bytes of a head, or of what stands between two parts of a body and behind the last: as of uvicorn's other parser, h11."""
+TELL_EVERY_S = 60.0
+"""Between two lines about connections that are too many."""
+_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
 def max_per_address() -> int:
@@ -38,16 +48,18 @@ class Connection(HttpToolsProtocol):
     num_open: ClassVar[Counter[str]] = Counter()
     """Address -> connections of this process."""
 
+    _told_s: ClassVar[float] = -math.inf
     _address: str | None = None  # while it is counted
     _head_timer: asyncio.TimerHandle | None = None
     _end_timer: asyncio.TimerHandle | None = None
+    _num_unread_head = 0  # bytes of which the parser has made nothing yet, and which it keeps
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._address = self.client[0] if self.client else ""  # '' = a socket of this computer
         self.num_open[self._address] += 1
         if self._address and self.num_open[self._address] > max_per_address():
-            log.debug("connection closed: %s has %d", self._address, self.num_open[self._address])
+            self._tell(self._address)
             transport.abort()
             return
         self._await_head()
@@ -63,7 +75,15 @@ class Connection(HttpToolsProtocol):
         super().handle_websocket_upgrade()
 
     def data_received(self, data: bytes) -> None:
+        self._num_unread_head += len(data)
         super().data_received(data)
+        if self._num_unread_head > MAX_HEAD_BYTES:
+            if self._is_answering:
+                self.transport.abort()
+            else:
+                self.transport.write(_TOO_LARGE)
+                self.transport.close()
+            return
         if not self._is_answering:  # blank lines, or the rest of a body that nobody waits for
             self._await_head()
 
@@ -71,7 +91,16 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self._await_head()
 
+    def on_body(self, body: bytes) -> None:
+        self._num_unread_head = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._num_unread_head = 0
+        super().on_message_complete()
+
     def on_headers_complete(self) -> None:
+        self._num_unread_head = 0
         self._stop_waiting()
         super().on_headers_complete()
 
@@ -79,6 +108,16 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self._end_timer is None:
             self._watch_reader()
+
+    def _tell(self, address: str) -> None:
+        now = time.monotonic()
+        if now >= Connection._told_s + TELL_EVERY_S:
+            Connection._told_s = now
+            log.warning(
+                "connections of %s are closed: it has %d, half of the files that this process may open; behind a proxy in front, "
+                "which has all of them, raise `ulimit -n`",
+                address, self.num_open[address],
+            )  # fmt: skip
 
     @property
     def _is_answering(self) -> bool:

@@ -19,7 +19,7 @@ from paceline.bandit.beliefs.arms import default_arms
 from paceline.config import ServiceConfig, most_replicas
 from paceline.contracts import HttpMeters
 from paceline.errors import PacelineError, StorageHangsError
-from paceline.infra.controller.actor import ControllerSpec, code_digest, ensure_controller
+from paceline.infra.controller.actor import ControllerSpec, code_digest, ensure_controller, stop_controller
 from paceline.infra.controller.snapshot import state_json
 from paceline.infra.controller.store import HostConfig
 from paceline.infra.engines.agent import start_agent
@@ -273,10 +273,17 @@ class ControllerSupervisor:
     def stop(self) -> None:
         self._stop.set()
 
+    def remove(self, timeout_s: float = 5.0) -> None:
+        """Stop, and the controller too, where it is this one's: a try that was on its way may have made it anew."""
+        self.stop()
+        stop_controller(self._spec.host.model, spec=self._spec)
+        self._thread.join(timeout_s)
+        stop_controller(self._spec.host.model, spec=self._spec)
+
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                ensure_controller(self._spec)
+                ensure_controller(self._spec, lambda: not self._stop.is_set())
             except PacelineError as e:
                 log.warning("controller is not available: %s", e)
             except Exception:  # Ray raises many kinds while a cluster fails over; serving goes on

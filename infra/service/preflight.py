@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -110,9 +111,9 @@ def preflight(config: ServiceConfig, check: Callable[[], None] = lambda: None) -
     try:
         answer = msgspec.json.decode(output, type=_Answer)
     except msgspec.DecodeError as e:
-        raise PacelineError(
-            f"the models could not be checked: that process ended with code {process.returncode}"
-        ) from e
+        code = process.returncode
+        why = "it was killed, as where memory ends: see dmesg" if code == -signal.SIGKILL else "--verbose shows its log"
+        raise PacelineError(f"the models could not be checked: that process ended with code {code}; {why}") from e
     if answer.found is None:
         raise getattr(errors, answer.error, PacelineError)(answer.reason)
     return answer.found

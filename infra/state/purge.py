@@ -38,8 +38,10 @@ def purge(options: PurgeOptions) -> int:
 
     Raises: ConfigError when the folder has no trace store.
     """
-    places: list[str | Path] = [p for home in all_homes(options.data_dir) if (p := home / TRACES).is_dir()]
-    if options.store_url is not None:
+    places: list[str | Path] = []
+    if options.store_url is None:
+        places = [p for home in all_homes(options.data_dir) if (p := home / TRACES).is_dir()]
+    else:
         fs, root = open_store(options.store_url)
         scheme = options.store_url.split("://")[0]
         with contextlib.suppress(FileNotFoundError):

@@ -35,6 +35,7 @@ from paceline.infra.replica.exchange import ReplicaNumbers
 from paceline.infra.replica.watcher import ReplicaWatcher
 from paceline.infra.web.access import Access
 from paceline.infra.web.commands import FIELDS, parse_command
+from paceline.serving.api.http import read_body
 from paceline.serving.drafters.slots import DrafterSlots
 
 log = logging.getLogger(__name__)
@@ -253,7 +254,8 @@ def audited(name: str, request: Request, access: Access) -> Iterator[None]:
         status, outcome = 499, "the client left before its end"
         raise
     except Exception as e:
-        status = getattr(e, "status_code", 400 if isinstance(e, RequestError) else 500)
+        own = getattr(e, "status_code", getattr(e, "status", None))
+        status = own or (400 if isinstance(e, RequestError) else 500)
         outcome = f"refused {status}: {_reason(e)}"
         raise
     finally:
@@ -274,16 +276,11 @@ def _reason(error: Exception) -> str:
 async def run_command(view: ServiceView, name: str, request: Request) -> CommandResult:
     """Carry out a command that was allowed: the new generation, version and policy.
 
-    Raises: HTTPException 404 (no such command), 413, 503 (the controller is away); RequestError for wrong values.
+    Raises: HTTPException 404 (no such command), 413, 503 (the controller is away); Hangup; RequestError for wrong values.
     """
     if name not in FIELDS:
         raise HTTPException(404, f"command must be one of {', '.join(FIELDS)}, got {name!r}")
-    raw = b""
-    async for chunk in request.stream():
-        raw += chunk
-        if len(raw) > MAX_COMMAND_BYTES:
-            raise HTTPException(413, f"the body must be at most {MAX_COMMAND_BYTES} bytes")
-    method, args = parse_command(name, raw)
+    method, args = parse_command(name, await read_body(request, MAX_COMMAND_BYTES))
     request.state.command_args = args
     try:
         state = await asyncio.to_thread(view.command, method, *args)

@@ -138,4 +138,7 @@ def _run(command: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    print(provide(HERE))
+    try:
+        print(provide(HERE))
+    except BuildError as e:
+        sys.exit(str(e))

@@ -36,13 +36,14 @@ def train_target(options: TrainTargetOptions, console: Console) -> None:
     """Train a small target from a data folder; resumes where it stopped."""
     from paceline.adapt.recipes.target import train_target as train
     from paceline.bench.common.engine_run import set_threads
+    from paceline.serving.loading.target import pick_device
 
     set_threads(options.num_threads)
     recipe = dataclasses.replace(options.recipe, intermediate_size=3 * options.recipe.hidden_size)
     words = f"paceline train-target {given_words(options, hidden=_MACHINE)}"
     with _training_bar("target", console) as report:
         losses = train(
-            options.data, options.out, recipe, device=options.device, compile_layers=options.compile, progress=report,
+            options.data, options.out, recipe, device=pick_device(options.device), compile_layers=options.compile, progress=report,
             command=words,
         )  # fmt: skip
     console.print("held-out loss, nats per token:", {d: round(v, 3) for d, v in losses.items()})
@@ -53,6 +54,7 @@ def train_drafter(options: TrainDrafterOptions, console: Console) -> None:
     from paceline.adapt.recipes.drafter import train_drafter as train
     from paceline.bench.common.engine_run import set_threads
     from paceline.paths import MODEL_NAMES, resolve_model
+    from paceline.serving.loading.target import pick_device
 
     set_threads(options.num_threads)
     shown = options if options.target in MODEL_NAMES else dataclasses.replace(options, target="DIR")
@@ -60,7 +62,13 @@ def train_drafter(options: TrainDrafterOptions, console: Console) -> None:
     source = resolve_model(options.target)
     with _training_bar("drafter", console) as report:
         scores = train(
-            source, options.data, options.out, options.recipe, device=options.device, progress=report, command=words
+            source,
+            options.data,
+            options.out,
+            options.recipe,
+            device=pick_device(options.device),
+            progress=report,
+            command=words,
         )
     console.print("held-out:", scores)
 

@@ -8,20 +8,18 @@ from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
 
 from paceline import __version__
-from paceline.errors import CapacityError, EngineStoppedError, RequestError
+from paceline.errors import CapacityError, EngineStoppedError
 from paceline.serving.api.access_log import AccessLog, access_record
 from paceline.serving.api.bodies import ChatBody, CompletionBody, GenerateBody, ResponsesBody
 from paceline.serving.api.chat_page import chat_page
-from paceline.serving.api.generation import ApiParts, Cutoff, EngineInfo, EventStream, Generation, begun, events, whole
+from paceline.serving.api.generation import ApiParts, EngineInfo, EventStream, Generation, begun, events, whole
 from paceline.serving.api.http import (
     FinishRate,
     QueueFull,
+    answer_errors,
     enter,
-    error_handler,
     json_response,
     on_loop,
     read_body,
@@ -37,7 +35,6 @@ from paceline.serving.wire.choice import Choice, ChoiceStyle, make_echo
 from paceline.serving.wire.exchange import Exchange
 from paceline.serving.wire.fields import parse_body
 from paceline.serving.wire.format import Answer, WireAnswer
-from paceline.serving.wire.forms import form_of
 from paceline.serving.wire.response import ResponseAnswer
 from paceline.serving.wire.tools import CallPlan, plan_calls
 
@@ -78,10 +75,10 @@ class Api:
     ) -> Response:
         """asked: what the client sent, where that was not the chat itself."""
         plan = plan_calls(
-            body, form_of(body), self.prompts.tool_style, self.tokens.special_texts,
+            body, body.form, self.prompts.tool_style, self.tokens.special_texts,
             is_parallel=body.parallel_tool_calls is not False,
         )  # fmt: skip
-        token_ids = await self.prompts.encode_chat(body)
+        token_ids = await self.prompts.encode_chat(body, self.parts.client.info().context_tokens)
         return await self._answer(request, body, [token_ids], arrived_s, plan, asked)
 
     def _arrive(self, request: Request) -> float:
@@ -281,17 +278,7 @@ def build_api(parts: ApiParts) -> FastAPI:
     """The ASGI application of one replica."""
     app = FastAPI(title="Paceline", docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(make_router(parts))
-    on_error = error_handler(parts)
-    for kind in (
-        RequestError,
-        RequestValidationError,
-        CapacityError,
-        EngineStoppedError,
-        Cutoff,
-        HTTPException,
-        Exception,
-    ):
-        app.add_exception_handler(kind, on_error)
+    answer_errors(app, sends_request_id=parts.sends_request_id)
     app.add_middleware(AccessLog, meters=parts.meters, is_written=parts.has_access_log, spans=parts.spans)
     # the outermost: it has the server's own `send`
     app.add_middleware(Exchange, body_grace_s=parts.body_grace_s, write_s=parts.write_s)

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, field_validator, model_validator
 
 from paceline.errors import RequestError
-from paceline.serving.sampling.request import SamplingParams
+from paceline.serving.sampling.request import MAX_BIASES, GrammarSpec, SamplingParams
 from paceline.serving.wire.fields import (
     RESPONSES_IGNORED,
     RESPONSES_REFUSED,
@@ -149,6 +149,14 @@ class CommonBody(RequestBody):
     timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
     """Seconds after which the request ends without an answer; same as the header x-request-timeout-ms."""
 
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _few_numbers(cls, bias: Any) -> Any:
+        """One look at every value, and each bad one would cost an error of its own."""
+        if isinstance(bias, dict) and len(bias) > MAX_BIASES:
+            raise ValueError(f"logit_bias must have at most {MAX_BIASES} ids, got {len(bias)}")
+        return bias
+
     @field_validator("logit_bias")
     @classmethod
     def _bias_ids(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
@@ -198,6 +206,7 @@ class CommonBody(RequestBody):
 class GenerateBody(CommonBody):
     """Fields of completions and chat completions alike; the last three are extensions."""
 
+    _form: GrammarSpec | None = PrivateAttr(default=None)
     max_tokens: int | None = Field(default=None, ge=1)
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     """Choices of the answer."""
@@ -221,8 +230,13 @@ class GenerateBody(CommonBody):
 
     @model_validator(mode="after")
     def _one_form(self) -> GenerateBody:
-        form_of(self)
+        self._form = form_of(self)
         return self
+
+    @property
+    def form(self) -> GrammarSpec | None:
+        """What the answer must look like; None = any text."""
+        return self._form
 
     @property
     def num_choices(self) -> int:
@@ -272,7 +286,7 @@ class GenerateBody(CommonBody):
                 skip_special_tokens=self.skip_special_tokens,
                 logprobs=self.num_logprobs(),
                 logit_bias=tuple((int(k), float(v)) for k, v in (self.logit_bias or {}).items()),
-                grammar=form_of(self),
+                grammar=self.form,
                 allowed_token_ids=self.allowed_token_ids or (),
             )
         except RequestError as e:

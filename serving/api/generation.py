@@ -331,7 +331,8 @@ async def whole(request: Request, generation: Generation) -> bytes:
 
     try:
         pieces, answer = await _unless_gone(request, collect()), generation.answer
-        if generation.requests[0].prompt_logprobs is not None:  # up to some seconds for the scores of many tokens
+        first = generation.requests[0]
+        if first.prompt_logprobs is not None or first.params.logprobs is not None:  # seconds for many tokens' scores
             return await asyncio.to_thread(lambda: to_json(answer.body(pieces)))
         return to_json(answer.body(pieces))
     finally:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fastapi import Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from paceline.config import MAX_BODY_BYTES
 from paceline.errors import CapacityError, EngineStoppedError, RequestError
 from paceline.serving.api.access_log import access_record
-from paceline.serving.api.generation import ApiParts, Cutoff, Expired, Hangup
+from paceline.serving.api.generation import Cutoff, Expired, Hangup
 from paceline.serving.wire.accounts import Clients, Visit
 from paceline.serving.wire.exchange import VISIT
 from paceline.serving.wire.format import error_body, to_json
@@ -86,8 +86,8 @@ def json_response(body: dict[str, Any], status: int = 200) -> Response:
     return Response(to_json(body), status_code=status, media_type="application/json")
 
 
-def error_handler(parts: ApiParts) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """The handler of every error: OpenAI's error object; only errors raised on purpose show their message."""
+def answer_errors(app: FastAPI, *, sends_request_id: bool = False) -> None:
+    """Have an application answer every error with OpenAI's error object; only errors raised on purpose show their message."""
 
     async def answer(request: Request, error: Exception) -> Response:
         record = access_record(request)
@@ -118,14 +118,17 @@ def error_handler(parts: ApiParts) -> Callable[[Request, Exception], Awaitable[R
             log.error("request %s to %s failed", record.request_id, record.route, exc_info=error)
             status, kind, code = 500, "server_error", "internal_error"
         message = "internal error; see the server's log" if status == 500 else str(getattr(error, "detail", error))
-        if parts.sends_request_id and record.request_id:
+        if sends_request_id and record.request_id:
             headers["x-request-id"] = record.request_id
         record.error = code or kind
         response = json_response(error_body(message, kind=kind, param=param, code=code), status)
         response.headers.update(headers)
         return response
 
-    return answer
+    for kind in (
+        RequestError, RequestValidationError, CapacityError, EngineStoppedError, Cutoff, HTTPException, Exception,
+    ):  # fmt: skip
+        app.add_exception_handler(kind, answer)
 
 
 WINDOW_S = 60.0

@@ -6,14 +6,14 @@ import asyncio
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Request, Response
-from pydantic import Field
+from pydantic import FailFast, Field
 
 from paceline.serving.api.generation import ApiParts
 from paceline.serving.api.http import json_response, read_body
-from paceline.serving.api.requests import check_model, check_token_ids
+from paceline.serving.api.requests import CONTEXT_CODE, check_model, check_token_ids
 from paceline.serving.sampling.bans import spellings
 from paceline.serving.sampling.text_stream import TokenText
 from paceline.serving.wire.fields import FieldError, RequestBody, parse_body, parse_json, parse_values
@@ -43,12 +43,17 @@ class Prompts:
         texts = {text for text in texts if len(text) > 1}  # one character cannot be broken
         self._special_start = re.compile(f"(?={_beginning(sorted(texts))}).", re.DOTALL) if texts else None
 
-    async def encode_chat(self, body: Conversation) -> list[int]:
+    async def encode_chat(self, body: Conversation, context_tokens: int) -> list[int]:
         """Token ids of a conversation: its special tokens are the template's own, for what the client has written is text.
 
-        Raises: like `render`.
+        Raises: like `render`; FieldError where the special tokens that the client wrote, each some tokens, fill the context.
         """
         text = await self.render(body)
+        if text.count(_BREAK) >= context_tokens:
+            raise FieldError(
+                f"the context has {context_tokens} tokens, which the special tokens in the messages alone fill; shorten them",
+                "messages", CONTEXT_CODE,
+            )  # fmt: skip
 
         def encode() -> list[int]:
             first, *rest = text.split(_BREAK)
@@ -116,12 +121,20 @@ class Prompts:
             text.encode()  # raises for half of a surrogate pair, which the JSON of a call's arguments may hold
             return text
 
-        calls = [c for m in body.messages for c in m.tool_calls or ()]
-        num_chars = sum(len(m.text()) for m in body.messages) + sum(len(c.function.arguments) for c in calls)
         try:
+            num_chars = _num_chars([m.model_dump() for m in body.messages]) + _num_chars(extra)
             return await in_thread(apply, is_long=bool(body.callable_tools) or num_chars > _LONG_CHARS)
         except Exception as e:  # templates raise whatever their author chose, for instance on the order of roles
             raise FieldError(f"the model's chat template refuses these messages: {e}", "messages") from e
+
+
+def _num_chars(value: Any) -> int:
+    """Characters of all texts in a value of JSON."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(len(k) + _num_chars(v) for k, v in value.items())
+    return sum(map(_num_chars, value)) if isinstance(value, list) else 1
 
 
 async def with_tokens(work: Callable[[], T], token_ids: Sequence[int]) -> T:
@@ -164,7 +177,7 @@ class TokenizeChat(Conversation, RequestBody):
 class DetokenizeBody(RequestBody):
     """POST /detokenize."""
 
-    tokens: list[int] = Field(max_length=2**20)
+    tokens: Annotated[list[int], FailFast()] = Field(max_length=2**20)
 
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -185,7 +198,7 @@ class TokenRoutes:
         if isinstance(body, TokenizePrompt):
             (token_ids,) = await self._prompts.encode_each([body.prompt], special=body.add_special_tokens)
         else:
-            token_ids = await self._prompts.encode_chat(body)
+            token_ids = await self._prompts.encode_chat(body, info.context_tokens)
         strings = None
         if body.return_token_strs:
             strings = await with_tokens(lambda: [self._tokens.token_text(t) for t in token_ids], token_ids)

@@ -15,6 +15,15 @@ from paceline.serving.target_model.model import TargetModel, check_decoder, firs
 from paceline.serving.target_model.paged_attention import ATTENTION, register_attention
 
 
+def pick_device(name: str) -> str:
+    """What auto stands for. Raises: ConfigError where there is no such device."""
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda needs a GPU that torch can use; use --device cpu")
+    return name
+
+
 def read_target(
     path: str | Path,
     *,
@@ -38,8 +47,7 @@ def read_target(
     Raises: ConfigError when there is no usable checkpoint.
     """
     checkpoint = open_checkpoint(path)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = pick_device(device)
     is_int8 = dtype == "int8"
     if is_int8 and (device != "cpu" or num_ranks > 1):
         raise ConfigError(

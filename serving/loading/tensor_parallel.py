@@ -37,7 +37,7 @@ import transformers
 
 from paceline.errors import ConfigError, RankError
 from paceline.machine import free_port
-from paceline.serving.loading.target import read_target
+from paceline.serving.loading.target import pick_device, read_target
 from paceline.serving.target_model.graph_capture import CudaGraphs, EagerGraphs, Graph, GraphBackend
 from paceline.serving.target_model.kv_cache import KVPool
 from paceline.serving.target_model.model import TargetBatch, TargetModel
@@ -485,8 +485,7 @@ def load_parallel(
 
     Raises: ConfigError as read_target, and when the target or the machine cannot be split so; RankError as join_ranks.
     """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = pick_device(device)
     settings = RankSettings(
         path=str(path), size=size, port=free_port(), device=device, dtype=dtype, tap_layers=tap_layers
     )

@@ -27,9 +27,6 @@ from paceline.serving.sampling.text_stream import TokenText
 if TYPE_CHECKING:  # loaded with the first grammar
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_TEXT_BYTES = {"json_schema": 65_536, "regex": 4_096, "lark": 16_384, "gbnf": 8_192, "calls": 65_536}
-"""Longest text by kind: some regular expressions cost time and memory with the square of their length, and so does the
-translation of GBNF."""
 MAX_PATTERN_BYTES = 4_096
 """Longest `pattern` inside a JSON schema, or `whitespace_pattern` of its `x-guidance`."""
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
@@ -149,7 +146,7 @@ class GrammarFactory:
             if compiled is not None and not compiled.is_spent:
                 self._keep(key, compiled)
                 return compiled
-        check_size(spec)
+        check_schema(spec)
         compiled = self._compile(self._ready_tokenizer(), spec, tenant)
         with self._lock:
             self._keep(key, compiled)
@@ -211,12 +208,8 @@ class GrammarFactory:
         return CompiledGrammar(matcher, is_quick=seconds < MAX_RENEWAL_S)  # nothing of its thread holds it
 
 
-def check_size(spec: GrammarSpec) -> None:
-    """Raise RequestError when a grammar's text, or a pattern in a JSON schema, is too long."""
-    limit = MAX_TEXT_BYTES.get(spec.kind)
-    size = len(spec.text.encode(errors="surrogatepass"))
-    if limit is not None and size > limit:
-        raise RequestError(f"a grammar of kind {spec.kind} must have at most {limit} bytes, got {size}")
+def check_schema(spec: GrammarSpec) -> None:
+    """Raise RequestError when a pattern in a JSON schema is too long."""
     if spec.kind != "json_schema":
         return
     try:

@@ -13,7 +13,11 @@ from paceline.contracts import ASKED_GROUP, CLASS_PREFIX, Group
 from paceline.errors import IllegalTransitionError, RequestError
 
 _INT31 = 2**31
+MAX_TEXT_BYTES = {"json_schema": 65_536, "regex": 4_096, "lark": 16_384, "gbnf": 8_192, "calls": 65_536}
+"""Longest text by kind: some regular expressions cost time and memory with the square of their length, and so does the
+translation of GBNF."""
 MAX_STOP_CHARS = 1024
+MAX_BIASES = 1024
 MAX_BANS = 2048
 """Banned sequences of a request: two ways to write each of 1024 words."""
 
@@ -33,6 +37,9 @@ class GrammarSpec:
             raise RequestError(f"grammar kind must be one of {', '.join(kinds)}, got {self.kind!r}")
         if (self.kind == "json_object") != (self.text == ""):
             raise RequestError("a grammar needs a text, and only json_object has none")
+        limit = MAX_TEXT_BYTES.get(self.kind, 0)
+        if (size := len(self.text)) > limit or (size := len(self.text.encode(errors="surrogatepass"))) > limit:
+            raise RequestError(f"a grammar of kind {self.kind} must have at most {limit} bytes, got {size}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +111,11 @@ class SamplingParams:
                 "stop_token_ids must be token ids",
                 self.stop_token_ids,
             ),
-            (len(self.logit_bias) <= 1024, "logit_bias must have at most 1024 entries", len(self.logit_bias)),
+            (
+                len(self.logit_bias) <= MAX_BIASES,
+                f"logit_bias must have at most {MAX_BIASES} entries",
+                len(self.logit_bias),
+            ),
             (
                 all(-100.0 <= b <= 100.0 for _, b in self.logit_bias),
                 "logit_bias values must be in [-100, 100]",

@@ -61,6 +61,8 @@ _MAX_HELD = 1024
 and again."""
 _MAX_BRANCHES = 64
 """Looks at a schema, after which it may be of anything: what refers to itself has no end."""
+_MAX_COPIED = 4096
+"""Entries that looks at a schema may copy: every branch has those around it too."""
 _HEAD = re.compile(
     r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"([\w.-]{1,64})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
 )
@@ -512,7 +514,7 @@ def branches(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
     root: what references point into.
     """
     found: list[dict[str, Any]] = []
-    todo = [schema]
+    todo, num_copied = [schema], 0
     for _ in range(_MAX_BRANCHES):
         if not todo:
             return found
@@ -526,6 +528,9 @@ def branches(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
             and all(isinstance(part, dict) for part in parts)
         )
         if is_split and (key != "allOf" or len(parts) == 1):
+            num_copied += len(node) * len(parts)
+            if len(todo) + len(parts) > _MAX_BRANCHES or num_copied > _MAX_COPIED:
+                break
             todo += [{k: v for k, v in node.items() if k != key} | part for part in parts]
         else:
             found += _typed(node)

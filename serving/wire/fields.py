@@ -9,7 +9,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
 
 from paceline.errors import RequestError
 
@@ -18,6 +18,20 @@ class StrictModel(BaseModel):
     """A part of a request body: no unknown fields, no conversion between types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown(cls, values: Any) -> Any:
+        """Of the fields that are not there only the first: each would cost an error of its own."""
+        if (
+            cls.model_config["extra"] != "forbid"
+            or not isinstance(values, dict)
+            or len(values) <= len(cls.model_fields)
+        ):
+            return values
+        names = {field.alias or name for name, field in cls.model_fields.items()}
+        strange = next(k for k in values if k not in names)
+        return {k: v for k, v in values.items() if k in names} | {strange: values[strange]}
 
 
 Known = tuple[tuple[Any, ...], str]

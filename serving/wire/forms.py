@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from paceline.serving.sampling.request import GrammarSpec
+from paceline.errors import RequestError
+from paceline.serving.sampling.request import MAX_TEXT_BYTES, GrammarSpec
 from paceline.serving.wire.fields import StrictModel
 
 
@@ -121,5 +122,7 @@ def _of_grammar(text: str) -> GrammarSpec:
 
 
 def _of_choices(texts: list[str]) -> GrammarSpec:
+    if sum(map(len, texts)) > MAX_TEXT_BYTES["lark"]:  # before all of them are written
+        raise RequestError(f"the choices must have at most {MAX_TEXT_BYTES['lark']} bytes together")
     words = " | ".join(json.dumps(t, ensure_ascii=False) for t in texts)
     return GrammarSpec(kind="lark", text="start: " + words.replace("\x7f", "\\u007f"))  # which JSON leaves as it is

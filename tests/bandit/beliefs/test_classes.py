@@ -310,6 +310,22 @@ def test_shares_are_those_of_the_latest_traffic():
     assert sum(shares.values()) == pytest.approx(1.0) and shares[name] > 0.9
 
 
+def test_a_class_that_begins_counts_once():
+    a, b = centres(2)
+    book = learn(ClassBook(), mixed([prompts(a, 100, 0), prompts(b, 100, 1)], 0))
+    shares = book.shares_of_classes()
+    assert len(shares) == 3 and shares[""] < 0.15, "those that came before there was a class are of one now"
+
+
+def test_a_part_that_ends_at_once_was_a_part_of_nothing():
+    book = learn(ClassBook(), mixed([prompts(c, 60, i) for i, c in enumerate(centres(3))], 0))
+    book.take_parted()
+    book.parted = [(k, 1) for k in (2, 3)]
+    assert book.tidy(2, 100.0)
+    gone = set(book.take_ended())
+    assert gone and not gone & {new for new, _ in book.take_parted()}
+
+
 def test_fewer_classes_may_be_asked_for_at_any_time():
     book = learn(ClassBook(), mixed([prompts(c, 60, i) for i, c in enumerate(centres(4))], 0))
     assert len(book.published.names) >= 4

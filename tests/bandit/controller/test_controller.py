@@ -112,6 +112,27 @@ def test_staging_for_a_canary_and_for_its_promotion_are_both_booked_each_once():
     assert d is not None and d.realised_cost_s == pytest.approx(0.75)
 
 
+def test_a_clock_that_was_set_back_before_a_new_start_stops_no_decisions():
+    w = world()
+    w.run(30)
+    back = w.clock.now() - 3600.0
+    again = Controller.restore(w.controller.state(), w.config, w.controller._arms, clock=ManualClock(back))
+    context = w.controller._state.context
+    assert again.tick(back, context) == []
+    epoch = again._state.epoch
+    again.tick(back + w.config.epoch_s, context)
+    assert again._state.epoch == epoch + 1, "it began anew"
+
+
+def test_a_job_that_never_began_asks_for_no_more_rows():
+    for seconds in (0.0, 3.0):
+        w = world()
+        d = _ordered(w)
+        failed = msgspec.structs.replace(_failed(d), train_s=seconds)
+        w.controller.job_finished(failed, decision_id=d.decision_id, now=w.clock.now())
+        assert (d.bucket in w.controller._state.required_rows) == (seconds > 0)
+
+
 def test_a_failed_job_costs_changes_no_version_and_frees_the_slot():
     w = world()
     d = _ordered(w)

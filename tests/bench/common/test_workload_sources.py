@@ -25,10 +25,11 @@ def test_every_format_is_told_by_its_keys(tmp_path):
     write(tmp_path, "math/test.jsonl", {"question": "1 + 1?", "answer": "#### 2"})
     write(tmp_path, "math/train.jsonl", {"question": "2 + 2?", "answer": "#### 4"})
     write(tmp_path, "sgd.jsonl", {"id": "d1", "services": [], "turns": [["U", "Hi"], ["S", "Yes?"], ["U", "A table"], ["S", "When?"]]})  # fmt: skip
+    write(tmp_path, "lines.jsonl", {"text": "Say something"})
     write(tmp_path, "mine.jsonl", {"prompt": "Write a poem", "category": "poems"})
     write(tmp_path, "chat.jsonl", {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]})  # fmt: skip
     found = read_questions(tmp_path)
-    assert set(found) == {"writing", "qa", "humaneval", "gsm8k", "dialogue", "poems", "chat"}
+    assert set(found) == {"writing", "qa", "humaneval", "gsm8k", "dialogue", "poems", "chat", "lines"}
     assert found["writing"][0].turns == ("One", "Two") and found["writing"][0].question_id == "81"
     assert found["humaneval"][0].is_completion and not found["gsm8k"][0].is_completion
     assert [q.turns for q in found["gsm8k"]] == [("1 + 1?",)], "the train split is training text"

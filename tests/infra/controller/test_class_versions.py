@@ -204,6 +204,31 @@ def test_a_restart_goes_on_with_the_canary_of_a_class(shared_redis, host, client
     assert read_desired(client, keys).class_versions == {"math": "v2"}
 
 
+def test_a_class_that_ends_takes_its_trial_and_what_was_frozen_with_it(host, client, keys):
+    host.session.orders.canary("v2", "~class-1")
+    host.session.state.rollout.frozen["~class-1"] = host.session.books.clock.now() + 600.0
+    settle(host)
+    assert read_desired(client, keys).canary_bucket == "~class-1"
+    host.session.state.classes.ended.append(1)
+    host.session._refresh()
+    settle(host)
+    assert read_desired(client, keys).canary_version == "" and host.session.state.rollout.canary is None
+    assert host.session.state.rollout.frozen == {} and status(host, "v2") == S.RETIRED
+
+
+def test_classes_of_a_state_that_is_lost_give_their_numbers_no_version(shared_redis, host, client, keys, tmp_path):
+    host.session.lives.assign("~class-7", "v2", "learned", 1.0, 7)
+    host.session.orders.assign("math", "v3")
+    settle(host)
+    assert set(read_desired(client, keys).class_versions) == {"~class-7", "math"}
+    client.delete(keys.state)
+    second = make_host(shared_redis.url, keys, tmp_path / "without its copy")
+    second.connect()
+    settle(second)
+    assert read_desired(client, keys).class_versions == {"math": "v3"}
+    assert "numbered by a state that is lost" in " ".join(text for _, text in second.session.state.notes)
+
+
 @pytest.mark.parametrize("order", ["assign", "unassign", "pin", "canary itself"])
 def test_an_order_for_the_class_ends_its_canary(host, client, keys, order):
     orders = host.session.orders

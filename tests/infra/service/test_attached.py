@@ -101,6 +101,8 @@ def test_a_controller_decides_for_engines_that_report(redis, tmp_path):
         assert state["first_version"] == state["version"] == first.version
         assert [r["replica_id"] for r in state["replicas"]] == ["v"]
         assert http.get(f"{url}/dashboard").status_code == 200
+        refused = http.post(f"{url}/paceline/pin", json={"version": 5})
+        assert refused.status_code == 400 and "version" in refused.json()["error"]["message"]
         assert http.get(url.removesuffix("/other") + "/dashboard").status_code == 404, "another service's address"
         with pytest.raises(httpx.HTTPError):  # tokens never travel in the clear
             httpx.get(url.replace("https", "http") + "/paceline/state", timeout=10.0)

@@ -70,6 +70,43 @@ def test_a_connection_without_a_whole_head_is_closed(port: int, sent: bytes) -> 
     wait_until(lambda: not Connection.num_open)
 
 
+@pytest.mark.parametrize(
+    "begun",
+    [
+        b"GET /1 HTTP/1.1\r\nHost: a\r\nX-Long: ",
+        b"GET /",
+        b"POST /1 HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\nX-Trailer: ",
+    ],
+)
+def test_a_head_or_a_trailer_without_end_is_refused_before_it_fills_the_memory(port: int, begun: bytes) -> None:
+    sent, portion = 0, b"a" * 2**14
+    with connect(port, begun) as sock:
+        try:
+            while sent < 64 * 2**20:
+                sock.sendall(portion)
+                sent += len(portion)
+        except ConnectionError:
+            pass
+    assert sent < 16 * 2**20, "what the kernel holds, and no more"
+    wait_until(lambda: not Connection.num_open)
+
+
+def test_a_long_head_is_taken_and_a_longer_one_is_told_why(port: int) -> None:
+    for size, status in ((50_000, b"200"), (70_000, b"431")):
+        with connect(port, b"GET /1 HTTP/1.1\r\nHost: a\r\nX-Long: ") as sock:
+            for _ in range(size // 10_000):
+                sock.sendall(b"a" * 10_000)
+                time.sleep(0.01)  # parts of their own
+            sock.sendall(b"\r\n\r\n")
+            assert sock.recv(1 << 16).split()[1] == status
+
+
+def test_a_large_body_is_no_head(port: int) -> None:
+    with connect(port, b"POST /1 HTTP/1.1\r\nHost: a\r\nContent-Length: 1000000\r\n\r\n") as sock:
+        sock.sendall(b"x" * 1_000_000)
+        assert sock.recv(1 << 16).split()[1] == b"200"
+
+
 def test_a_head_that_trickles_is_closed_too(port: int) -> None:
     with connect(port) as sock, pytest.raises(ConnectionError):
         began = time.monotonic()

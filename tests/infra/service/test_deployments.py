@@ -17,6 +17,7 @@ from ray.cluster_utils import Cluster
 
 from paceline.bench.chaos.load import wait_for
 from paceline.config import PolicyConfig
+from paceline.errors import PacelineError
 from paceline.infra.app import lean_nodes
 from paceline.infra.controller.actor import (
     APPLICATION_CHECK_S,
@@ -35,6 +36,7 @@ from paceline.infra.controller.store import HostConfig
 from paceline.infra.service.claim import own_application
 from paceline.infra.service.deployment import DeploymentLimits, bind_engine
 from paceline.infra.service.ingress import INGRESS_PLACE
+from paceline.infra.service.parts import ControllerSupervisor
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -164,6 +166,30 @@ def test_a_later_deployment_of_another_release_replaces_the_controller(spec):
     assert ray.get(back.release.remote(), timeout=60) == "a"
 
 
+def test_a_supervisor_removes_its_own_controller_alone(spec, tmp_path):
+    mine = ControllerSupervisor(replace(spec, deployed_at=1.0))
+    other = replace(spec, registry_root=str(tmp_path / "elsewhere"), deployed_at=2.0)
+    mine.start()
+    wait_for(lambda: names_a_controller(spec.host.model), "a controller")
+    kept = ensure_controller(other)
+    mine.remove()
+    assert get_controller(spec.host.model)._actor_id == kept._actor_id, "another one's, deployed later"
+    theirs = ControllerSupervisor(other)
+    theirs.start()
+    theirs.remove()
+    assert not names_a_controller(spec.host.model)
+    with pytest.raises(PacelineError, match="not wanted"):
+        ensure_controller(spec, lambda: False)
+
+
+def names_a_controller(model: str) -> bool:
+    try:
+        get_controller(model)
+    except ValueError:
+        return False
+    return True
+
+
 def test_a_controller_that_does_not_know_releases_is_replaced(spec, keys):
     options = {"name": actor_name(keys.model), "namespace": NAMESPACE, "lifetime": "detached"}
     old = ray.remote(num_cpus=0)(Earlier).options(**options).remote()
@@ -174,11 +200,4 @@ def test_a_controller_that_does_not_know_releases_is_replaced(spec, keys):
 
 
 def test_the_controller_ends_with_its_application_and_no_sooner(deleted_early):
-    def is_gone() -> bool:
-        try:
-            get_controller(deleted_early)
-        except ValueError:
-            return True
-        return False
-
-    wait_for(is_gone, "the controller's end", timeout_s=6 * APPLICATION_CHECK_S)
+    wait_for(lambda: not names_a_controller(deleted_early), "the controller's end", timeout_s=6 * APPLICATION_CHECK_S)

@@ -51,6 +51,12 @@ def test_traces_in_an_object_store_go_too(tmp_path):
     assert store.list_shards() == []
 
 
+def test_a_store_that_is_not_there_deletes_nothing_of_the_data_folder(store, tmp_path):
+    with pytest.raises(ConfigError, match="store-url must be the object store"):
+        purge(PurgeOptions(data_dir=tmp_path, store_url="memory://purge-typo", is_all=True))
+    assert len(store.list_shards()) == 3
+
+
 def test_a_store_without_a_service_or_that_refuses_is_told_of_in_one_sentence(tmp_path, monkeypatch, capsys):
     said = {}
     for url in ("memory://purge-none", refusing_store.URL):

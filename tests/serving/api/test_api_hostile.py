@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from paceline.errors import RequestError
 from paceline.serving.api.app import build_api
@@ -38,6 +38,29 @@ ROUTES: list[tuple[str, type[BaseModel], dict[str, Any]]] = [
     ("/tokenize", TokenizeChat, {"messages": [{"role": "user", "content": "a"}]}),
     ("/detokenize", DetokenizeBody, {"tokens": [70]}),
 ]
+
+
+NUM_BAD = 20_000
+BAD: list[Any] = [
+    [{}] * NUM_BAD, [""] * NUM_BAD, [None] * NUM_BAD, [[{}] * NUM_BAD], {str(i): None for i in range(NUM_BAD)},
+    {str(i): "x" for i in range(NUM_BAD)}, [{"type": "text", "text": 5}] * NUM_BAD, [{"role": "user"}] * NUM_BAD,
+    [{"role": "user", "content": [{"type": "z"}] * NUM_BAD}], [{"role": "user", "x": 1} | {str(i): 1 for i in range(NUM_BAD)}],
+    [{"role": "assistant", "tool_calls": [{}] * NUM_BAD}], {"type": "json_schema", "json_schema": {str(i): 1 for i in range(NUM_BAD)}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("path", "kind", "body"), ROUTES)
+def test_many_bad_elements_cost_no_error_each(path: str, kind: type[BaseModel], body: dict[str, Any]) -> None:
+    for name in [*kind.model_fields]:
+        for bad in BAD:
+            num_errors = 0
+            try:
+                kind.model_validate({**body, kind.model_fields[name].alias or name: bad})
+            except ValidationError as e:
+                num_errors = e.error_count()
+            except RequestError:
+                pass
+            assert num_errors < NUM_BAD / 4, (name, str(bad)[:60])
 
 
 @pytest.mark.parametrize(("path", "kind", "body"), ROUTES)

@@ -21,7 +21,7 @@ from paceline.serving.api.prompts import Prompts
 from paceline.serving.engine.engine import Engine
 from paceline.serving.wire.accounts import Clients
 from paceline.serving.wire.credentials import Tokens
-from paceline.serving.wire.fields import parse_values
+from paceline.serving.wire.fields import FieldError, parse_values
 from tests.helpers.api_server import TOKENIZER, ScriptedEngine, serve_engine
 from tests.helpers.fakes import tiny_target, tiny_tokenizer
 
@@ -92,12 +92,14 @@ def test_no_text_of_a_conversation_becomes_a_special_token() -> None:
             body = {"messages": messages * limit, "tools": [tool], "chat_template_kwargs": {"x": bad}}
             chat = parse_values(body, ChatBody)
             prompts = Prompts(tokenizer)
-            found = asyncio.run(prompts.encode_chat(chat))
+            found = asyncio.run(prompts.encode_chat(chat, 100_000))
             assert [ids[t] for t in found if t in ids] == ["<|end|>"] * num_own * limit
             text = asyncio.run(prompts.render(chat))
             assert tokenizer.decode(found) == text.replace("\ufdd0", "") and bad in tokenizer.decode(found)
+    with pytest.raises(FieldError, match="the context has 500 tokens, which the special tokens"):
+        asyncio.run(prompts.encode_chat(chat, 500))
     plain = {"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True}
-    assert asyncio.run(prompts.encode_chat(parse_values(plain, ChatBody))) == TOKENIZER.encode("<|end|>a")
+    assert asyncio.run(prompts.encode_chat(parse_values(plain, ChatBody), 512)) == TOKENIZER.encode("<|end|>a")
 
 
 def test_thousands_of_special_tokens_make_a_conversation_no_slower_to_read() -> None:

@@ -15,9 +15,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from paceline.errors import CapacityError, RequestError
 from paceline.serving.sampling import grammar as grammar_module
-from paceline.serving.sampling.grammar import MAX_TEXT_BYTES, GrammarFactory, convert_tokenizer
+from paceline.serving.sampling.grammar import GrammarFactory, convert_tokenizer
 from paceline.serving.sampling.grammar_state import GrammarState
-from paceline.serving.sampling.request import GrammarSpec
+from paceline.serving.sampling.request import MAX_TEXT_BYTES, GrammarSpec
 from paceline.serving.sampling.text_stream import TextStream, TokenText
 from tests.helpers.constrained import PERSON, REGEX, VOCAB, Answers, allowed_text, factory, make_engine, submit
 from tests.helpers.fakes import EOS_ID, tiny_tokenizer

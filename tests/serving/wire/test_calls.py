@@ -344,3 +344,8 @@ def test_a_model_that_repeats_a_closing_tag_is_read_in_no_time_and_as_a_value(at
     deltas += parser.push("x\n</parameter>\n</function>\n</tool_call>")[1] + parser.finish()[1]
     assert time.process_time() - started < 2.0
     assert json.loads(merged(deltas)[0].arguments) == {"text": tag * 4000 + "x"}
+
+
+def test_a_schema_of_many_branches_with_much_around_them_is_of_anything() -> None:
+    many = {f"x{i}": i for i in range(50_000)} | {"anyOf": [{"anyOf": [{"type": "string"}] * 64}] * 64}
+    assert branches(many, many) == [many]
