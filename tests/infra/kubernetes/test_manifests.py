@@ -37,7 +37,7 @@ HEAD = f"{CLUSTER}.headGroupSpec"
 GROUP = f"{CLUSTER}.workerGroupSpecs"
 RAY_FIELDS = {
     "": "apiVersion kind metadata spec",
-    "spec": "rayClusterDeletionDelaySeconds upgradeStrategy serveConfigV2 rayClusterConfig",
+    "spec": "excludeHeadPodFromServeSvc rayClusterDeletionDelaySeconds upgradeStrategy serveConfigV2 rayClusterConfig",
     "spec.upgradeStrategy": "type",
     CLUSTER: "rayVersion authOptions gcsFaultToleranceOptions enableInTreeAutoscaling autoscalerOptions headGroupSpec workerGroupSpecs",
     f"{CLUSTER}.authOptions": "mode",

@@ -121,6 +121,9 @@ def test_a_controller_that_does_not_answer_refuses_nobody(
     wait_until(lambda: looked.num > num)
     began_s = time.monotonic()
     assert not asyncio.run(found.is_gone("/v1")) and time.monotonic() - began_s < 5.0, "it waits for a replica, as ever"
+    time.sleep(0.2)
+    monkeypatch.setattr(presence.asyncio, "sleep", None)
+    assert not asyncio.run(found.is_gone("/v1")), "and not for the look that gets no answer"
 
 
 class Host:
