@@ -595,13 +595,14 @@ class _Clumps:
         Of the groups that Ward's method joins on its way from the clumps to the whole, the last one that is a class of its
         own beside the rest.
         """
-        whole, usual = self.group(rows), self.usual()
+        weight, usual = float(self.weights[rows].sum()), self.usual()
         traffic = self.traffic(_most_of(self.shares(rows)))
         for part in reversed(self._joined(rows)):
-            own = self.group(part)
-            if not MIN_WEIGHT <= own.weight <= whole.weight - MIN_WEIGHT:
+            if not MIN_WEIGHT <= self.weights[part].sum() <= weight - MIN_WEIGHT:
                 continue
-            other = self.group(rest := np.setdiff1d(rows, part))
+            is_own = np.zeros(len(self.labels), dtype=bool)
+            is_own[part] = True
+            own, other = self.group(part), self.group(rest := rows[~is_own[rows]])
             if _between(own, other) < SPLIT or _worth(own, other, traffic, usual, scarcity) < 1:
                 continue
             return [part, rest] if own.count > other.count else [rest, part]

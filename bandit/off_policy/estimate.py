@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from scipy import stats
+from scipy.special import stdtrit
 
 from paceline.bandit.policies.view import recall_key
 from paceline.contracts import Decision
@@ -162,7 +162,7 @@ def evaluate(
         values = direct if method == "direct" else direct + weights * (rewards - logged)
     n = len(values)
     mean, error = float(values.mean()), float(values.std(ddof=1) / math.sqrt(n))
-    half = float(stats.t.ppf(0.975, n - 1)) * error
+    half = float(stdtrit(n - 1, 0.975)) * error
     return Estimate(
         method=method,
         total_s=n * mean,

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
-from scipy import stats
+from scipy.special import stdtrit
 
 Z95 = 1.959964
 
@@ -127,7 +127,7 @@ def pooled(values: Sequence[float]) -> tuple[float, float, float]:
     if len(values) < 2:
         raise ValueError(f"an interval over logs needs at least 2 of them, got {len(values)}")
     data = np.asarray(values, dtype=np.float64)
-    half = float(stats.t.ppf(0.975, len(data) - 1)) * float(data.std(ddof=1)) / math.sqrt(len(data))
+    half = float(stdtrit(len(data) - 1, 0.975)) * float(data.std(ddof=1)) / math.sqrt(len(data))
     mean = float(data.mean())
     return mean, mean - half, mean + half
 

@@ -148,7 +148,7 @@ def test_hours_of_another_kind_take_a_class_from_what_resembles_another_only():
         book = learn(ClassBook(), start)
         names = [majority(book.published, prompts(place, 60, 9, 0.06))[0] for place in (busy, far, beside)]
         assert len({*names, ""}) == 4
-        for turn in range(480):
+        for turn in range(240):
             learn(book, prompts(busy, 20, 100 + turn), at=50.0 + 30 * turn, kept=[names[2]] if is_kept else [])
         now = [majority(book.published, prompts(place, 60, 9, 0.06))[0] for place in (busy, far, beside)]
         assert now == (names if is_kept else [*names[:2], names[0]])

@@ -97,6 +97,15 @@ def test_serve_config_args_are_a_service_config() -> None:
         build({**app["args"], "tls_cert": "/c.pem", "tls_key": "/k.pem"})
 
 
+def test_a_model_of_ones_own_has_the_drafter_that_the_command_would_give_it() -> None:
+    args = {**load(SERVICE)["applications"][0]["args"], "redis_url": None}
+    given = [
+        build({**args, **own})._bound_deployment.init_args[1]
+        for own in ({}, {"model": "m"}, {"model": "m", "drafter": "d"})
+    ]
+    assert [values.get("drafter", "bundled") for values in given] == ["bundled", "lookup", "d"]
+
+
 def test_secrets_reach_the_replicas_without_standing_in_the_file(tmp_path: Path, monkeypatch, caplog) -> None:
     """What `serve config` and Ray's dashboard show is the file."""
     text, args = SERVICE.read_text(encoding="utf-8"), load(SERVICE)["applications"][0]["args"]
