@@ -789,8 +789,9 @@ def _default_drafting(model: str, base: ServiceConfig) -> dict[str, Any]:
     """Changes of `base` for a model for which no drafter is named."""
     if model == "bundled":
         return {}
-    mix = {"engine.tree.mix": default_mix(model)} if base.engine.tree.mix == "none" else {}
-    return {"drafter": default_drafter(model), **mix}
+    drafter = default_drafter(model)
+    mix = {"engine.tree.mix": default_mix(model, drafter)} if base.engine.tree.mix == "none" else {}
+    return {"drafter": drafter, **mix}
 
 
 @record()

@@ -167,9 +167,9 @@ def default_drafter(model: str) -> str:
     return "suffix" if model == SMOLLM2 else "lookup"
 
 
-def default_mix(model: str) -> str:
+def default_mix(model: str, drafter: str) -> str:
     """What drafts beside the drafter of a model for which none was named; beside SmolLM2's `suffix` pays (docs/papers.md)."""
-    return "suffix" if model == SMOLLM2 and default_drafter(model) == "bundled" else "none"
+    return "suffix" if model == SMOLLM2 and drafter == "bundled" else "none"
 
 
 def resolve_drafter(drafter: str, model: str = "bundled", *, version: str | None = None) -> Path | None:

@@ -45,7 +45,7 @@ ADMISSIBLE = frozenset({_S.TRAINING, _S.RETIRED, _S.LIVE})
 """A version enters the table with a training job, or because an operator or the first start says so. Ends bind the
 controller; only an operator's order admits an ended version again."""
 MAX_VERSIONS = 200
-"""Versions remembered; those that have left the service longest ago are forgotten first."""
+"""Versions remembered; those that retired longest ago are forgotten first, then those that came to an end: known, they are barred."""
 MAX_JOBS = 50
 """Training jobs remembered that ended without a version; they take no version's place."""
 JOB_PREFIX = "job:"
@@ -114,7 +114,7 @@ class Lifecycle(msgspec.Struct):
         life = old or VersionLife(status=status, since=ts, bucket=bucket, arm=arm)
         self.versions[version] = life
         self._note(life, made)
-        self._forget()
+        self._forget(version)
         return made
 
     def move(self, version: str, to: DrafterStatus, *, reason: str, ts: float) -> Transition:
@@ -141,13 +141,12 @@ class Lifecycle(msgspec.Struct):
         life.was_live = life.was_live or made.after == DrafterStatus.LIVE
         life.transitions = [*life.transitions, made][-MAX_TRANSITIONS:]
 
-    def _forget(self) -> None:
+    def _forget(self, admitted: str = "") -> None:
+        """Forget what is beyond the limits. admitted: the version that enters, which stays."""
         done = END_STATUSES | {DrafterStatus.RETIRED}
         for is_job, most in ((True, MAX_JOBS), (False, MAX_VERSIONS)):
             kept = [v for v in self.versions if v.startswith(JOB_PREFIX) == is_job]
-            # what was rolled back or refused is barred for as long as it is known
-            old = sorted(
-                (life.status in END_STATUSES, life.since, v) for v in kept if (life := self.versions[v]).status in done
-            )
+            ended = [v for v in kept if self.versions[v].status in done and v != admitted]
+            old = sorted((self.versions[v].status in END_STATUSES, self.versions[v].since, v) for v in ended)
             for *_, version in old[: max(0, len(kept) - most)]:
                 del self.versions[version]

@@ -227,7 +227,7 @@ class ControllerActor:
         return getattr(spec, "release", "") != mine.release and spec.deployed_at > mine.deployed_at
 
     async def is_of(self, spec: ControllerSpec) -> bool:
-        """Whether this is the controller of `spec` and of no other deployment."""
+        """Whether this controller is configured as `spec`, whenever that was deployed."""
         return self._spec == spec
 
     async def release(self) -> str:
@@ -294,18 +294,17 @@ def get_controller(model: str) -> Any:
 def stop_controller(model: str, timeout_s: float = 15.0, *, spec: ControllerSpec | None = None) -> None:
     """Stop the controller's loop and remove the actor; no error when there is none.
 
-    spec: leave one alone that is not of it; None = whosesoever it is.
+    spec: leave one alone that says that it is not of it; None = whosesoever it is.
     """
     try:
         handle = get_controller(model)
     except ValueError:
         return
     try:
-        if spec is not None and not ray.get(handle.is_of.remote(spec), timeout=timeout_s):
+        if spec is not None and hasattr(handle, "is_of") and not ray.get(handle.is_of.remote(spec), timeout=timeout_s):
             return
-    except (RayError, TimeoutError) as e:
+    except (RayError, TimeoutError) as e:  # one that hangs goes too: whose it is makes it anew
         logger.warning("whose the controller is cannot be told: %s", e)
-        return
     _stop_handle(handle, timeout_s)
 
 

@@ -182,7 +182,9 @@ class Session:
         known = {*around.rows, *(bucket for rows in around.learned_rows.values() for bucket in rows)}
         for bucket in sorted({*known, *(desired.class_versions if desired is not None else ())}):
             if bucket.startswith(CLASS_PREFIX) and bucket not in self.state.classes.published.names:
-                self.controller.begin_bucket(bucket, now, self.state.rows_written.get(bucket, 0))
+                self.controller.begin_bucket(
+                    bucket, now, max(self.state.rows_written.get(bucket, 0), 1)
+                )  # some text was under it
                 self.lives.end_class(bucket, f"class {bucket} was numbered by a state that is lost", now)
 
     def _mend_classes(self) -> None:

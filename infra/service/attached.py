@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +35,7 @@ from paceline.infra.service.stores import StorePaths
 from paceline.infra.state.desired import read_reports
 from paceline.infra.state.layout import make_home
 from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Keys, patient_client
+from paceline.infra.state.redis_clock import RedisClock
 from paceline.infra.web.access import Access
 from paceline.infra.web.dashboard_routes import dashboard_router
 from paceline.infra.web.feed import DashboardFeed
@@ -179,8 +179,12 @@ class Attached:
             config = dataclasses.replace(config, gate_chain=facts.max_draft_tokens)
         self.config = config
         self._tokens = Tokens.of(config)
+        clock = RedisClock()  # another computer may have attached before
+        assert config.redis_url is not None
+        with patient_client(config.redis_url, retries=2) as client:
+            clock.try_to_look(client)
         self._supervisor = ControllerSupervisor(
-            controller_spec(config, first.target_version, first_version=first.version, deployed_at=time.time())
+            controller_spec(config, first.target_version, first_version=first.version, deployed_at=clock.now())
         )
         self._supervisor.start()
         view = ServiceView(
@@ -192,7 +196,7 @@ class Attached:
         app = Starlette(
             routes=[Mount(config.route_prefix.rstrip("/"), app=_app(config, self._tokens, view, self._feed))]
         )
-        self._server = uvicorn.Server(uvicorn.Config(app, http=Connection, log_level="warning", **http))
+        self._server = uvicorn.Server(uvicorn.Config(Exchange(app), http=Connection, log_level="warning", **http))
         self._thread = threading.Thread(target=self._server.run, name="attached-http", daemon=True)
         self._thread.start()
 
@@ -207,7 +211,6 @@ class Attached:
 def _app(config: ServiceConfig, tokens: Tokens, view: ServiceView, feed: DashboardFeed) -> FastAPI:
     app, access = FastAPI(title="Paceline", openapi_url=None), Access.of(config, tokens)
     answer_errors(app)
-    app.add_middleware(Exchange)
 
     @app.get("/paceline/state")
     async def state(request: Request) -> Response:

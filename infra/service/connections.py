@@ -52,7 +52,7 @@ class Connection(HttpToolsProtocol):
     _address: str | None = None  # while it is counted
     _head_timer: asyncio.TimerHandle | None = None
     _end_timer: asyncio.TimerHandle | None = None
-    _num_unread_head = 0  # bytes of which the parser has made nothing yet, and which it keeps
+    _unparsed_bytes = 0  # bytes of which the parser has made nothing yet, and which it keeps
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -75,9 +75,9 @@ class Connection(HttpToolsProtocol):
         super().handle_websocket_upgrade()
 
     def data_received(self, data: bytes) -> None:
-        self._num_unread_head += len(data)
+        self._unparsed_bytes += len(data)
         super().data_received(data)
-        if self._num_unread_head > MAX_HEAD_BYTES:
+        if self._unparsed_bytes > MAX_HEAD_BYTES:
             if self._is_answering:
                 self.transport.abort()
             else:
@@ -92,15 +92,15 @@ class Connection(HttpToolsProtocol):
         self._await_head()
 
     def on_body(self, body: bytes) -> None:
-        self._num_unread_head = 0
+        self._unparsed_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._num_unread_head = 0
+        self._unparsed_bytes = 0
         super().on_message_complete()
 
     def on_headers_complete(self) -> None:
-        self._num_unread_head = 0
+        self._unparsed_bytes = 0
         self._stop_waiting()
         super().on_headers_complete()
 

@@ -172,9 +172,8 @@ class Presence:
         if not self._was_gone(path):
             return False
         self._wake.set()
-        if (
-            self._read_s < self._looked_s < asked_s - 2 * EVERY_S
-        ):  # the look under way gets no answer: no later one will in time
+        # the look under way gets no answer: no later one will in time
+        if self._read_s < self._looked_s < asked_s - 2 * EVERY_S:
             return False
         while self._read_s < asked_s:
             if time.monotonic() > asked_s + 2 * EVERY_S:

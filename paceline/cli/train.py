@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from paceline.adapt.versions.import_drafter import ImportOptions
 
 _MACHINE = ("num_threads", "device")
-"""Options that do not change what is trained, and are not recorded with it."""
+"""Options that do not change what is trained, and are not recorded with it; a GPU is: it trains in bfloat16."""
+_GPU = " --device cuda"
 _LINE_S = 20.0
 
 
@@ -40,10 +41,11 @@ def train_target(options: TrainTargetOptions, console: Console) -> None:
 
     set_threads(options.num_threads)
     recipe = dataclasses.replace(options.recipe, intermediate_size=3 * options.recipe.hidden_size)
-    words = f"paceline train-target {given_words(options, hidden=_MACHINE)}"
+    device = pick_device(options.device)
+    words = f"paceline train-target {given_words(options, hidden=_MACHINE)}{_GPU if device == 'cuda' else ''}"
     with _training_bar("target", console) as report:
         losses = train(
-            options.data, options.out, recipe, device=pick_device(options.device), compile_layers=options.compile, progress=report,
+            options.data, options.out, recipe, device=device, compile_layers=options.compile, progress=report,
             command=words,
         )  # fmt: skip
     console.print("held-out loss, nats per token:", {d: round(v, 3) for d, v in losses.items()})
@@ -58,7 +60,8 @@ def train_drafter(options: TrainDrafterOptions, console: Console) -> None:
 
     set_threads(options.num_threads)
     shown = options if options.target in MODEL_NAMES else dataclasses.replace(options, target="DIR")
-    words = f"paceline train-drafter {given_words(shown, hidden=_MACHINE)}"
+    device = pick_device(options.device)
+    words = f"paceline train-drafter {given_words(shown, hidden=_MACHINE)}{_GPU if device == 'cuda' else ''}"
     source = resolve_model(options.target)
     with _training_bar("drafter", console) as report:
         scores = train(
@@ -66,7 +69,7 @@ def train_drafter(options: TrainDrafterOptions, console: Console) -> None:
             options.data,
             options.out,
             options.recipe,
-            device=pick_device(options.device),
+            device=device,
             progress=report,
             command=words,
         )

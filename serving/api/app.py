@@ -280,6 +280,6 @@ def build_api(parts: ApiParts) -> FastAPI:
     app.include_router(make_router(parts))
     answer_errors(app, sends_request_id=parts.sends_request_id)
     app.add_middleware(AccessLog, meters=parts.meters, is_written=parts.has_access_log, spans=parts.spans)
-    # the outermost: it has the server's own `send`
+    # outermost but for what answers errors
     app.add_middleware(Exchange, body_grace_s=parts.body_grace_s, write_s=parts.write_s)
     return app

@@ -49,9 +49,9 @@ class Prompts:
         Raises: like `render`; FieldError where the special tokens that the client wrote, each some tokens, fill the context.
         """
         text = await self.render(body)
-        if text.count(_BREAK) >= context_tokens:
+        if text.count(_BREAK) >= context_tokens and getattr(body, "truncate_prompt_tokens", None) is None:
             raise FieldError(
-                f"the context has {context_tokens} tokens, which the special tokens in the messages alone fill; shorten them",
+                f"the context has {context_tokens} tokens, which the special tokens that the request writes as text fill alone; shorten it",
                 "messages", CONTEXT_CODE,
             )  # fmt: skip
 

@@ -134,7 +134,7 @@ class GrammarFactory:
             stop_token_ids=stop_token_ids,
             ignores_eos=ignores_eos,
             renew=renew,
-            is_others=lambda: compiled.is_spent and compiled.num_answers > 1,
+            may_be_others_fault=lambda: compiled.is_spent and compiled.num_answers > 1,
             bans=bans_of(bad_words, self._vocab_size) if bad_words else None,
         )
 

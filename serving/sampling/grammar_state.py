@@ -44,17 +44,17 @@ class GrammarState:
         stop_token_ids: Iterable[int],
         ignores_eos: bool,
         renew: Callable[[], Matcher | None],
-        is_others: Callable[[], bool],
+        may_be_others_fault: Callable[[], bool],
         bans: Bans | None = None,
     ) -> None:
         """Args:
         stop_token_ids: the request's own; those outside the vocabulary are never drawn.
         renew: gives a matcher before the first token in place of one with an error, which cannot be taken back; None = there
             is none.
-        is_others: whether a matcher that fails may owe it to other answers.
+        may_be_others_fault: whether a matcher that fails may owe it to other answers.
         bans: None = nothing is banned.
         """
-        self._matcher, self._renew, self._is_others = matcher, renew, is_others
+        self._matcher, self._renew, self._may_be_others_fault = matcher, renew, may_be_others_fault
         self._consumed: list[int] = []  # tokens that the matcher has consumed, the uncommitted ones last
         self._vocab_size = vocab_size
         self._eos_ids = np.array(sorted(eos_token_ids), dtype=np.int64)
@@ -137,5 +137,5 @@ class GrammarState:
         return all(map(fresh.consume_token, self._consumed))
 
     def _fail(self, reason: str) -> None:
-        self.is_own_fault = not (self._matcher.is_error() and self._is_others())
+        self.is_own_fault = not (self._matcher.is_error() and self._may_be_others_fault())
         self.error = f"the grammar cannot be followed: {reason.strip()[:300] or 'unknown reason'}"

@@ -121,6 +121,20 @@ def test_what_is_served_is_never_forgotten():
     assert f"v{MAX_VERSIONS + 29}" in book.versions and "v0" not in book.versions
 
 
+def test_what_is_barred_is_forgotten_last_and_what_enters_not_at_once():
+    book = Lifecycle()
+    for i in range(MAX_VERSIONS):
+        book.admit(f"bad{i}", S.RETIRED, reason="known", ts=float(i))
+        book.move(f"bad{i}", S.CANARY, reason="tried", ts=float(i))
+        book.move(f"bad{i}", S.ROLLED_BACK, reason="slow", ts=float(i))
+    book.admit("back", S.RETIRED, reason="known", ts=1000.0)
+    book.move("back", S.CANARY, reason="tried", ts=1001.0)
+    assert "bad0" not in book.versions and len(book.versions) == MAX_VERSIONS
+    book.move("back", S.RETIRED, reason="called off", ts=1002.0)
+    book.admit("next", S.RETIRED, reason="known", ts=1003.0)
+    assert "back" not in book.versions and "bad1" in book.barred()
+
+
 def test_failed_jobs_push_out_no_version():
     book = Lifecycle()
     book.admit("old", S.LIVE, reason="first drafter", ts=0.0)

@@ -204,6 +204,16 @@ def test_a_restart_goes_on_with_the_canary_of_a_class(shared_redis, host, client
     assert read_desired(client, keys).class_versions == {"math": "v2"}
 
 
+def test_a_trial_that_began_by_a_clock_that_was_set_back_since_began_now(shared_redis, host, keys, tmp_path):
+    host.session.orders.canary("v2", "math")
+    settle(host)
+    host.session.state.rollout.canary.since += 7200.0
+    host.session.books.flush(always=True)
+    second = make_host(shared_redis.url, keys, tmp_path)
+    second.connect()
+    assert second.session.state.rollout.canary.since <= second.session.books.clock.now()
+
+
 def test_a_class_that_ends_takes_its_trial_and_what_was_frozen_with_it(host, client, keys):
     host.session.orders.canary("v2", "~class-1")
     host.session.state.rollout.frozen["~class-1"] = host.session.books.clock.now() + 600.0

@@ -348,4 +348,5 @@ def test_a_model_that_repeats_a_closing_tag_is_read_in_no_time_and_as_a_value(at
 
 def test_a_schema_of_many_branches_with_much_around_them_is_of_anything() -> None:
     many = {f"x{i}": i for i in range(50_000)} | {"anyOf": [{"anyOf": [{"type": "string"}] * 64}] * 64}
-    assert branches(many, many) == [many]
+    began = time.process_time()
+    assert branches(many, many) == [many] and time.process_time() - began < 1.0
