@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from collections.abc import Sequence
 from typing import Annotated as A
 from typing import Any
 
@@ -66,8 +67,8 @@ class CompareOptions:
         require(is_free, "json must be another file than the two results", str(self.json))
 
 
-def read_result(path: Path) -> dict[str, Any]:
-    """A document of one of COMMANDS; raises ConfigError when it is none."""
+def read_result(path: Path, needed: Sequence[str] = ("cells",)) -> dict[str, Any]:
+    """A document of one of COMMANDS with the needed keys; raises ConfigError when it is none."""
     document = read_json(path)
     if not isinstance(document, dict) or document.get("command") not in COMMANDS or document.get("format") != FORMAT:
         raise ConfigError(f"{path} must be a result of {' or '.join(COMMANDS)} in format {FORMAT}")
@@ -75,7 +76,7 @@ def read_result(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} must be a whole result, got a summary, which has no groups; use the file that --json wrote"
         )
-    if missing := [key for key in ("options", "machine", "cells", "is_complete") if key not in document]:
+    if missing := [key for key in needed if key not in document]:
         raise ConfigError(f"{path} must be a result as --json writes it, got one without {', '.join(missing)}")
     return document
 
@@ -195,7 +196,8 @@ def run_compare(options: CompareOptions, console: Console) -> dict[str, Any]:
     if options.second is None:
         assert options.over is not None
         return run_compare_arms(options.first, options.over, console, options.json)
-    a, b = read_result(options.first), read_result(options.second)
+    needed = ("cells", "options", "machine", "is_complete")
+    a, b = read_result(options.first, needed), read_result(options.second, needed)
     grave, mild = differences(a, b)
     if grave and not options.is_forced:
         raise ConfigError(f"the runs must have one configuration (or use --force): {'; '.join(grave)}")

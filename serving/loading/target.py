@@ -47,13 +47,14 @@ def read_target(
     Raises: ConfigError when there is no usable checkpoint.
     """
     checkpoint = open_checkpoint(path)
-    device = pick_device(device)
+    device = pick_device(device) if device == "auto" else device
     is_int8 = dtype == "int8"
     if is_int8 and (device != "cpu" or num_ranks > 1):
         raise ConfigError(
             f"dtype must not be int8 on {device} over {num_ranks} rank(s): 8-bit weights run on one CPU process; choose "
             "--device cpu, or dtype auto"
         )
+    pick_device(device)
     register_attention()
     model = checkpoint.model(None if is_int8 or dtype == "auto" else getattr(torch, dtype), ATTENTION)
     tokenizer, version = checkpoint.tokenizer(), checkpoint.version()

@@ -317,5 +317,7 @@ def test_jobs_that_do_not_predict_each_other_leave_the_prior():
 def test_an_export_of_decisions_alone_is_refused_with_what_to_replay_instead(tmp_path):
     path = tmp_path / "decisions.jsonl"
     path.write_text(json.dumps({"decision_id": 1, "action": "hold"}) + "\n")
-    with pytest.raises(ConfigError, match=r"replay the export's replay\.jsonl or DATA_DIR/decisions\.jsonl"):
+    with pytest.raises(
+        ConfigError, match=r"replay the export's replay\.jsonl or DATA_DIR/services/NAME/decisions\.jsonl"
+    ):
         read_log(path)
