@@ -11,8 +11,8 @@ that cells with as many groups draw the same ones and are no independent evidenc
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated as A
 from typing import Any
 
