@@ -58,7 +58,7 @@ from paceline.infra.service.stores import StorePaths, is_adaptive
 from paceline.infra.state.desired import ensure_first_version
 from paceline.infra.state.layout import make_home
 from paceline.infra.state.redis_clients import Keys, patient_client, redact
-from paceline.infra.state.redis_clock import RedisClock
+from paceline.infra.state.redis_clock import deployment_time
 from paceline.infra.state.redis_server import EmbeddedRedis, resolve_redis
 from paceline.infra.web.access import Access
 from paceline.machine import SystemClock, claim_port, free_port
@@ -145,11 +145,7 @@ def _is_secret(value: str | None) -> bool:
 
 
 def _bind(config: ServiceConfig, limits: DeploymentLimits) -> Application:
-    clock = RedisClock()  # Serve builds on any node, and what is deployed later must replace the controller
-    if config.redis_url is not None:
-        with patient_client(config.redis_url, retries=2) as client:
-            clock.try_to_look(client)
-    values = replica_values(config, clock.now())
+    values = replica_values(config, deployment_time(config.redis_url))
     if config.resume:
         return bind_resuming(FACTORY, values, to_dict(config), limits)
     return bind_replicas(FACTORY, values, limits)

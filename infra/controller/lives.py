@@ -325,11 +325,11 @@ class Lives:
             is_read_up: the feedback stream was read to its end; otherwise rows of requests that look quiet may still wait.
         """
         self.reconcile(now)
-        canary, desired = self._state.rollout.canary, self._state.desired
+        desired = self._state.desired
         if desired is None or self._books.pending.desired is not None:
             return
         taken, self._taken = self._taken, {}
-        for trial in [*([] if canary is None else [canary]), *self._state.rollout.guards.values()]:
+        for trial in self._state.rollout.trials:
             wanted = self._books.desired
             if wanted is None or (trial.is_guard and not trial.is_wanted(wanted)):
                 continue  # the end of another one in this pass took its class

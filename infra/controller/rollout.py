@@ -129,6 +129,11 @@ class RolloutState(msgspec.Struct, kw_only=True):
     last: dict[str, str | float | int] = {}
     """Version, outcome, reason, time and requests of the latest one that ended."""
 
+    @property
+    def trials(self) -> list[Canary]:
+        """The canary in flight and the guards."""
+        return [*([] if self.canary is None else [self.canary]), *self.guards.values()]
+
     def begin(
         self, version: str, incumbent: str, config: RolloutConfig, *, now: float, decision_id: int, bucket: str, arm: str,
         scope: str = "",

@@ -152,8 +152,7 @@ class Session:
             self.controller.unpin()  # a pin made for the drafters of another start holds nothing here
             books.note(f"first drafter is {state.desired.first_version}; pins and versions of classes removed")
             books.flush()
-        trials = [*([state.rollout.canary] if state.rollout.canary is not None else []), *state.rollout.guards.values()]
-        for trial in trials:  # by a clock that may have been set back since
+        for trial in state.rollout.trials:  # by a clock that may have been set back since
             trial.since = min(trial.since, now)
         self.lives.reconcile(now)
         logger.info(
@@ -182,9 +181,8 @@ class Session:
         known = {*around.rows, *(bucket for rows in around.learned_rows.values() for bucket in rows)}
         for bucket in sorted({*known, *(desired.class_versions if desired is not None else ())}):
             if bucket.startswith(CLASS_PREFIX) and bucket not in self.state.classes.published.names:
-                self.controller.begin_bucket(
-                    bucket, now, max(self.state.rows_written.get(bucket, 0), 1)
-                )  # some text was under it
+                num_rows = max(self.state.rows_written.get(bucket, 0), 1)  # some text was under it
+                self.controller.begin_bucket(bucket, now, num_rows)
                 self.lives.end_class(bucket, f"class {bucket} was numbered by a state that is lost", now)
 
     def _mend_classes(self) -> None:

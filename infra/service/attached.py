@@ -35,7 +35,7 @@ from paceline.infra.service.stores import StorePaths
 from paceline.infra.state.desired import read_reports
 from paceline.infra.state.layout import make_home
 from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Keys, patient_client
-from paceline.infra.state.redis_clock import RedisClock
+from paceline.infra.state.redis_clock import deployment_time
 from paceline.infra.web.access import Access
 from paceline.infra.web.dashboard_routes import dashboard_router
 from paceline.infra.web.feed import DashboardFeed
@@ -179,12 +179,10 @@ class Attached:
             config = dataclasses.replace(config, gate_chain=facts.max_draft_tokens)
         self.config = config
         self._tokens = Tokens.of(config)
-        clock = RedisClock()  # another computer may have attached before
-        assert config.redis_url is not None
-        with patient_client(config.redis_url, retries=2) as client:
-            clock.try_to_look(client)
         self._supervisor = ControllerSupervisor(
-            controller_spec(config, first.target_version, first_version=first.version, deployed_at=clock.now())
+            controller_spec(
+                config, first.target_version, first_version=first.version, deployed_at=deployment_time(config.redis_url)
+            )
         )
         self._supervisor.start()
         view = ServiceView(

@@ -38,24 +38,18 @@ def purge(options: PurgeOptions) -> int:
 
     Raises: ConfigError when the store, or without one the folder, has no traces; nothing is deleted then.
     """
-    places: list[str | Path] = []
+    local: list[str | Path] = [p for home in all_homes(options.data_dir) if (p := home / TRACES).is_dir()]
+    stored: list[str | Path] = []
     if options.store_url is not None:
         fs, root = open_store(options.store_url)
         scheme = options.store_url.split("://")[0]
         with contextlib.suppress(FileNotFoundError):
-            places = [f"{scheme}://{entry}/{TRACES}" for entry in fs.ls(f"{root}/services", detail=False)]
-    else:
-        places = _local(options.data_dir)
-    if not places:
+            stored = [f"{scheme}://{entry}/{TRACES}" for entry in fs.ls(f"{root}/services", detail=False)]
+    if not (local if options.store_url is None else stored):
         name = "data-dir must be the data folder" if options.store_url is None else "store-url must be the object store"
         raise ConfigError(f"{name} of a service, but there are no traces below {options.store_url or options.data_dir}")
-    if options.store_url is not None:  # what was captured before the service had the store
-        places += _local(options.data_dir)
-    return sum(_purge(TraceStore(place), options.tenant) for place in places)
-
-
-def _local(data_dir: Path) -> list[str | Path]:
-    return [p for home in all_homes(data_dir) if (p := home / TRACES).is_dir()]
+    # the folder of one with a store has what was captured before
+    return sum(_purge(TraceStore(place), options.tenant) for place in (*stored, *local))
 
 
 def _purge(store: TraceStore, tenant: str | None) -> int:

@@ -7,6 +7,7 @@ import logging
 import redis
 from redis.exceptions import RedisError
 
+from paceline.infra.state.redis_clients import patient_client
 from paceline.machine import SystemClock, steady
 
 logger = logging.getLogger(__name__)
@@ -50,3 +51,12 @@ class RedisClock:
             self.look(client)
         except (RedisError, OSError) as e:
             logger.warning("Redis' time cannot be read yet, the system's is used: %s", e)
+
+
+def deployment_time(redis_url: str | None) -> float:
+    """Now, for what is deployed from any computer and must come after what was before; this one's time without Redis."""
+    clock = RedisClock()
+    if redis_url is not None:
+        with patient_client(redis_url, retries=2) as client:
+            clock.try_to_look(client)
+    return clock.now()

@@ -151,8 +151,8 @@ class CommonBody(RequestBody):
 
     @field_validator("logit_bias", mode="before")
     @classmethod
-    def _few_numbers(cls, bias: Any) -> Any:
-        """One look at every value, and each bad one would cost an error of its own."""
+    def _few_biases(cls, bias: Any) -> Any:
+        """Counted before they are read: each bad one costs an error of its own."""
         if isinstance(bias, dict) and len(bias) > MAX_BIASES:
             raise ValueError(f"logit_bias must have at most {MAX_BIASES} ids, got {len(bias)}")
         return bias

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Request, Response
-from pydantic import FailFast, Field
+from pydantic import BaseModel, FailFast, Field
 
 from paceline.serving.api.generation import ApiParts
 from paceline.serving.api.http import json_response, read_body
@@ -122,16 +122,17 @@ class Prompts:
             return text
 
         try:
-            num_chars = _num_chars([m.model_dump() for m in body.messages]) + _num_chars(extra)
-            return await in_thread(apply, is_long=bool(body.callable_tools) or num_chars > _LONG_CHARS)
+            is_long = bool(body.callable_tools) or _num_chars([*body.messages, extra]) > _LONG_CHARS
+            return await in_thread(apply, is_long=is_long)
         except Exception as e:  # templates raise whatever their author chose, for instance on the order of roles
             raise FieldError(f"the model's chat template refuses these messages: {e}", "messages") from e
 
 
 def _num_chars(value: Any) -> int:
-    """Characters of all texts in a value of JSON."""
+    """Characters of all texts in a value of JSON or a part of a body."""
     if isinstance(value, str):
         return len(value)
+    value = value.__dict__ if isinstance(value, BaseModel) else value
     if isinstance(value, dict):
         return sum(len(k) + _num_chars(v) for k, v in value.items())
     return sum(map(_num_chars, value)) if isinstance(value, list) else 1

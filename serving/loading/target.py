@@ -54,7 +54,7 @@ def read_target(
             f"dtype must not be int8 on {device} over {num_ranks} rank(s): 8-bit weights run on one CPU process; choose "
             "--device cpu, or dtype auto"
         )
-    pick_device(device)
+    pick_device(device)  # refuses a GPU that is not there
     register_attention()
     model = checkpoint.model(None if is_int8 or dtype == "auto" else getattr(torch, dtype), ATTENTION)
     tokenizer, version = checkpoint.tokenizer(), checkpoint.version()

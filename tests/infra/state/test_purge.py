@@ -51,6 +51,12 @@ def test_traces_in_an_object_store_go_too(tmp_path):
     assert store.list_shards() == []
 
 
+def test_what_was_captured_before_there_was_a_store_goes_with_what_is_in_it(store, tmp_path):
+    TraceStore("memory://purge-both/services/m/traces").write_shard([make_trace()], "math")
+    assert purge(PurgeOptions(data_dir=tmp_path, store_url="memory://purge-both", is_all=True)) == 4
+    assert store.list_shards() == []
+
+
 def test_a_store_that_is_not_there_deletes_nothing_of_the_data_folder(store, tmp_path):
     with pytest.raises(ConfigError, match="store-url must be the object store"):
         purge(PurgeOptions(data_dir=tmp_path, store_url="memory://purge-typo", is_all=True))
