@@ -105,6 +105,8 @@ class OneDrafterDriver:
         with self._lock:
             if (group, version) == self._label:
                 return 0.0
+            if self._stop.is_set():
+                raise EngineAwayError(f"{self.replica_id} is not spoken to any more: its agent ends")
             staged = None if version == self._loaded else self._staged[version]
             self._loaded, self._label = "", ("", "")  # what a call that fails or takes too long leaves is not known
             try:
@@ -124,7 +126,10 @@ class OneDrafterDriver:
         self._thread.start()
 
     def stop(self) -> None:
+        """End the windows; a publication that has begun is waited for, and none begins after it."""
         self._stop.set()
+        with self._lock:  # an engine whose agent goes in the midst of one stays paused
+            pass
         if self._thread is not None:
             self._thread.join(5.0)
         if self._held is not None:

@@ -155,14 +155,14 @@ class SglangEngine:
     # ---- weights
     def _recover(self) -> None:
         """Find out what it serves, and end what an agent left that was killed in the midst of a publication."""
+        name, is_open = str(self._server.get("/model_info").get("weight_version", "")), True
         try:
             self._server.post("/end_weight_update", {})
         except DrafterMismatchError:
-            pass  # none is open, as it should be
-        else:
+            is_open = False
+        if is_open or name == weight_version("", ""):  # a pause without either is an operator's
             self._resume()
             log.warning("an exchange of drafters in SGLang at %s was left open and is ended now", self._server.url)
-        name = str(self._server.get("/model_info").get("weight_version", ""))
         self._label, self._has_switched = label_of(name), is_ours(name)
         self._loaded = None if self._has_switched else self._first
         if self._loaded is not None:
@@ -192,10 +192,13 @@ class SglangEngine:
             self._tell(label)
             self._label = (group, version)
             return 0.0
-        body = self._update_of(staged, weight_version("", ""))  # its tokens are nobody's until it is read back
+        body = self._update_of(staged, weight_version("", ""))
+        self._tell(
+            weight_version("", "")
+        )  # nobody's until it is read back; and who starts later sees that one had begun
         began = time.perf_counter()
-        self._server.post("/pause_generation", {"mode": "in_place"})
         try:
+            self._server.post("/pause_generation", {"mode": "in_place"})  # one whose answer is lost has paused it, too
             self._update(body)
         finally:
             self._resume()
@@ -210,7 +213,7 @@ class SglangEngine:
         """Have later tokens counted so."""
         self._server.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
-    def _update_of(self, staged: Staged, label: str | None) -> dict[str, Any]:
+    def _update_of(self, staged: Staged, label: str) -> dict[str, Any]:
         """The request that loads a version and, with them, has the label of later tokens changed."""
         # whole tensors, no handles of memory: it may run on another computer
         payload = pickle.dumps(list(self._read(staged).items()), protocol=4)
@@ -227,7 +230,9 @@ class SglangEngine:
             self._server.post("/update_weights_from_tensor", body)
         except DrafterMismatchError:
             if self._loaded is not None:
-                self._server.post("/update_weights_from_tensor", self._update_of(self._loaded, None))
+                self._server.post(
+                    "/update_weights_from_tensor", self._update_of(self._loaded, weight_version(*self._label))
+                )
             raise
         finally:
             self._server.post("/end_weight_update", {})

@@ -1,6 +1,7 @@
 """Driver of an engine with one drafter: windows are followed, what is refused or away is not taken for something else."""
 
 import itertools
+import threading
 
 import pytest
 
@@ -196,3 +197,30 @@ def test_an_engine_that_does_not_take_a_version_now_is_away(driver, engine, draf
     assert driver.failures() == {}
     engine.odd = None
     assert driver.publish(drafters.other) == 12.0
+
+
+def test_an_end_waits_for_a_publication_and_none_begins_after_it(driver, engine, drafters):
+    go_live(driver, drafters, drafters.other)
+    assert driver.stage(drafters.first)
+    begun, may_end, publish = threading.Event(), threading.Event(), engine.publish
+
+    def slow(*args):
+        begun.set()
+        assert may_end.wait(30)
+        return publish(*args)
+
+    engine.publish = slow
+    publishing = threading.Thread(target=driver.publish, args=(drafters.first,), daemon=True)
+    publishing.start()
+    assert begun.wait(30)
+    ending = threading.Thread(target=driver.stop, daemon=True)
+    ending.start()
+    ending.join(0.3)
+    assert ending.is_alive(), "what is half done stays so once its agent is gone"
+    may_end.set()
+    ending.join(30)
+    assert not ending.is_alive()
+    assert engine.calls[-1][0] == drafters.first
+    with pytest.raises(EngineAwayError, match="its agent ends"):
+        driver.publish(drafters.other)
+    assert engine.calls[-1][0] == drafters.first

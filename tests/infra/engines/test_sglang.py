@@ -20,7 +20,7 @@ from paceline.machine import ManualClock, SystemClock
 from tests.helpers.sglang_server import VOCABULARY, SglangDouble
 
 PUBLICATION = [
-    "/pause_generation", "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update", "/continue_generation",
+    "/update_weight_version", "/pause_generation", "/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update", "/continue_generation",
     "/weights_checker", "/update_weight_version",
 ]  # fmt: skip
 
@@ -212,6 +212,42 @@ def test_an_exchange_that_was_left_open_is_ended(double, drafters):
     double.is_paused, double.session = True, "draft"
     engine_of(double)
     assert (double.is_paused, double.session) == (False, None)
+
+
+@pytest.mark.parametrize("num_calls", range(9))
+def test_whoever_starts_after_one_that_was_killed_in_an_exchange_lets_it_go_on(
+    double, engine, drafters, tmp_path, num_calls
+):
+    left = [num_calls]
+
+    def until_killed(path, body, post=engine._server.post):
+        if not left[0]:
+            raise SystemExit
+        left[0] -= 1
+        return post(path, body)
+
+    staged = exported(tmp_path / "v", drafters)
+    engine._server.post = until_killed
+    with contextlib.suppress(SystemExit):
+        engine.publish(staged, "vvvv", "adaptive")
+    assert double.calls == PUBLICATION[:num_calls]
+    later = engine_of(double)
+    assert (double.is_paused, double.session) == (False, None)
+    is_whole = num_calls >= len(PUBLICATION)
+    assert later.look().label == (("adaptive", "vvvv") if is_whole else ("", "")), "later tokens are nobody's evidence"
+
+
+def test_an_exchange_whose_pause_is_not_answered_goes_on(double, engine, drafters, tmp_path):
+    def unanswered(path, body, post=engine._server.post):
+        answer = post(path, body)
+        if path == "/pause_generation":
+            raise EngineAwayError("the answer was lost")
+        return answer
+
+    engine._server.post = unanswered
+    with pytest.raises(EngineAwayError):
+        engine.publish(exported(tmp_path / "v", drafters), "vvvv", "adaptive")
+    assert not double.is_paused
 
 
 def test_a_pause_that_nobody_left_open_stays(double, drafters):
