@@ -74,15 +74,13 @@ class _JobFailedError(PacelineError):
 
 
 class _Watch:
-    """Deadline, stop request and heartbeat of one burst; `should_stop` is polled at every step."""
+    """Deadline and stop request of one burst; `should_stop` is polled at every step."""
 
     def __init__(
-        self, limit_s: float, should_stop: Callable[[], bool], heartbeat: Callable[[], None], clock: Callable[[], float],
-        began: float,
-    ) -> None:  # fmt: skip
+        self, limit_s: float, should_stop: Callable[[], bool], clock: Callable[[], float], began: float
+    ) -> None:
         self._clock, self._began = clock, began
-        self._limit_s, self._asked, self._heartbeat = limit_s, should_stop, heartbeat
-        self._next_beat = 0.0
+        self._limit_s, self._asked = limit_s, should_stop
         self.reason = ""
 
     def now(self) -> float:
@@ -92,11 +90,7 @@ class _Watch:
         return self._clock() - self._began
 
     def should_stop(self) -> bool:
-        now = self.elapsed()
-        if now >= self._next_beat:
-            self._heartbeat()
-            self._next_beat = now + 0.5
-        if now > self._limit_s:
+        if self.elapsed() > self._limit_s:
             self.reason = f"its {self._limit_s:g} s are used up"
         elif self._asked():
             self.reason = "stopped on request"
@@ -123,7 +117,6 @@ def run_training_job(
     threads: int = 1,
     device: str = "cpu",
     should_stop: Callable[[], bool] = lambda: False,
-    heartbeat: Callable[[], None] = lambda: None,
     progress: Progress = lambda done, total, info: None,
     shadow: ShadowConfig | None = None,
     clock: Callable[[], float] = time.perf_counter,
@@ -137,14 +130,13 @@ def run_training_job(
         threads: torch threads while the job runs.
         device: cpu or cuda; a handle brings its own.
         should_stop: polled at every optimizer step and replay round.
-        heartbeat: called about twice a second while the job runs.
         progress: (requests of the class learned, those there are, {"nll"}) after every one.
         clock: seconds that the time limit and the result count in. began: its reading at the job's start; None: now.
         learners: where states lie between bursts; None: every burst begins at the base.
     Returns: a TrainResult; seconds are those of `clock`.
     Raises: nothing that service brings about; programming errors only.
     """
-    watch = _Watch(job.time_limit_s, should_stop, heartbeat, clock, clock() if began is None else began)
+    watch = _Watch(job.time_limit_s, should_stop, clock, clock() if began is None else began)
     try:
         with held_threads(threads):
             if isinstance(target, str | Path):

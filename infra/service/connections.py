@@ -22,6 +22,7 @@ from typing import ClassVar
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from paceline.serving.wire.exchange import BODY_GRACE_S, WRITE_S
+from paceline.serving.wire.format import error_body, to_json
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,15 @@ MAX_HEAD_BYTES = 64 * 2**10
 """Bytes of a head, or of what stands between two parts of a body and behind the last: as of uvicorn's other parser, h11."""
 TELL_EVERY_S = 60.0
 """Between two lines about connections that are too many."""
-_TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+def _too_large() -> bytes:
+    reason = f"a request's head must be at most {MAX_HEAD_BYTES} bytes; send fewer or shorter headers"
+    body = to_json(error_body(reason, kind="invalid_request_error"))
+    head = (
+        f"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    )
+    return head.encode() + b"\r\nconnection: close\r\n\r\n" + body
 
 
 def max_per_address() -> int:
@@ -81,7 +90,7 @@ class Connection(HttpToolsProtocol):
             if self._is_answering:
                 self.transport.abort()
             else:
-                self.transport.write(_TOO_LARGE)
+                self.transport.write(_too_large())
                 self.transport.close()
             return
         if not self._is_answering:  # blank lines, or the rest of a body that nobody waits for
