@@ -24,8 +24,8 @@ BUCKET_SD = 0.35
 """Prior spread of that share between buckets."""
 ARM_SD = 0.2
 """Prior spread of an arm's share, relative to it."""
-MODEL_SD = 0.12
-"""Misfit of the curve itself, in units of the share."""
+MODEL_SD, MODEL_JOBS = 0.12, 2.0
+"""Prior misfit of the curve itself, in units of the share, and how many jobs it weighs as much as."""
 HISTORY_SHARE, HISTORY_SD = 0.8, 0.25
 """Mean and spread of ARM_SHARE for a job of an earlier service, of which only rows and lengths are recorded."""
 DISCOUNT = 0.93
@@ -48,11 +48,6 @@ def newness(before: float, after: float, num_rows: float) -> float:
     return min(further_share(before, after) / max(learned_share(num_rows), 1e-9), 1.0)
 
 
-def misfit_sd(arm: ArmSpec) -> float:
-    """Spread of gain / (headroom * learned_share) around the curve."""
-    return MODEL_SD * ARM_SHARE.get(arm.parameters, 1.0)
-
-
 class GainModel(msgspec.Struct):
     """Discounted Bayesian linear regression of realised gain over headroom times curve.
 
@@ -66,6 +61,13 @@ class GainModel(msgspec.Struct):
     cov: list[list[float]] = msgspec.field(default_factory=lambda: [[K_SD**2, 0.0], [0.0, AGAIN_SD**2]])
     prior_sd: list[float] = msgspec.field(default_factory=lambda: [K_SD, AGAIN_SD])
     num_jobs: int = 0
+    misfit: tuple[float, float] = (0.0, 0.0)
+    """Discounted number of jobs, and sum of their expected squared misfits relative to ARM_SHARE."""
+
+    def misfit_sd(self, arm: ArmSpec) -> float:
+        """Spread of gain / (headroom * learned_share) around the curve, as the jobs so far tell it."""
+        num, total = self.misfit
+        return ARM_SHARE.get(arm.parameters, 1.0) * math.sqrt((MODEL_JOBS * MODEL_SD**2 + total) / (MODEL_JOBS + num))
 
     def _index(self, name: str, prior_sd: float) -> int:
         if name not in self.names:
@@ -99,7 +101,7 @@ class GainModel(msgspec.Struct):
         """
         x, scale = self._entries(bucket, arm, new), headroom * share
         mean = sum(a * self.mean[i] for i, a in x.items())
-        variance = sum(a * b * self.cov[i][j] for i, a in x.items() for j, b in x.items()) + misfit_sd(arm) ** 2
+        variance = sum(a * b * self.cov[i][j] for i, a in x.items() for j, b in x.items()) + self.misfit_sd(arm) ** 2
         return mean * scale, math.sqrt(max(variance, 0.0)) * scale
 
     def draw(self, jobs: list[tuple[str, ArmSpec, float]], num: int, rng: np.random.Generator) -> np.ndarray:
@@ -127,7 +129,10 @@ class GainModel(msgspec.Struct):
     ) -> None:
         """Learn from a finished job; gain in tokens a round as measured, also of one that the gate refused."""
         x = self._features(bucket, arm, new)
-        self._learn(x, headroom * share, gain, gain_se, misfit_sd(arm))
+        misfit_sd = self.misfit_sd(arm)
+        squared = self._learn(x, headroom * share, gain, gain_se, misfit_sd) / ARM_SHARE.get(arm.parameters, 1.0) ** 2
+        num, total = self.misfit
+        self.misfit = (DISCOUNT * num + 1.0, DISCOUNT * total + squared)
         self.num_jobs += 1
 
     def update_from_history(self, bucket: str, headroom: float, share: float, gain: float, gain_se: float) -> None:
@@ -137,16 +142,20 @@ class GainModel(msgspec.Struct):
         x[0] = x[at] = HISTORY_SHARE
         self._learn(x, headroom * share, gain, gain_se, math.hypot(MODEL_SD, HISTORY_SD))
 
-    def _learn(self, x: np.ndarray, scale: float, gain: float, gain_se: float, misfit_sd: float) -> None:
+    def _learn(self, x: np.ndarray, scale: float, gain: float, gain_se: float, misfit_sd: float) -> float:
+        """The expected square of what is neither the coefficients' error nor the measurement's (the E step of an EM)."""
         scale = max(scale, 1e-3)
         self._discount()
         mean, cov = np.asarray(self.mean), np.asarray(self.cov)
         noise = (gain_se / scale) ** 2 + misfit_sd**2
-        y = min(max(gain / scale, -1.0), 3.0)
-        gained = cov @ x / (float(x @ cov @ x) + noise)
-        mean = mean + gained * (y - float(x @ mean))
+        error = min(max(gain / scale, -1.0), 3.0) - float(x @ mean)
+        variance = float(x @ cov @ x) + noise
+        gained = cov @ x / variance
+        mean = mean + gained * error
         cov = cov - np.outer(gained, x @ cov)
         self.mean, self.cov = mean.tolist(), ((cov + cov.T) / 2).tolist()
+        part = misfit_sd**2 / variance
+        return misfit_sd**2 * (1.0 - part) + (part * error) ** 2
 
     def _discount(self) -> None:
         prior_mean = np.zeros(len(self.names))

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 import numpy as np
+from scipy.special import ndtr, ndtri
 
 from paceline.bandit.beliefs.arms import row_counts, sized
 from paceline.bandit.beliefs.belief import BucketBelief
 from paceline.bandit.beliefs.evidence import EvidenceModel
-from paceline.bandit.beliefs.gain_model import GainModel, learned_share, misfit_sd, newness
+from paceline.bandit.beliefs.gain_model import GainModel, learned_share, newness
 from paceline.bandit.beliefs.job_cost import CostModel, JobCost
 from paceline.bandit.beliefs.recall import ScoreTable
 from paceline.contracts import ArmSpec
@@ -27,8 +28,9 @@ A first job made them 22 to 27% longer on five kinds of text new to a drafter, a
 GATE_GAIN = 0.005
 """Least relative rise of the acceptance length that a swap is thought to cost, and step between those that are looked at.
 The table worlds net 4.8% with 0.02, 5.2 to 5.4% with 0.01, 0.005 and 0.001."""
-QUANTILES = np.array([-1.2816, -0.5244, 0.0, 0.5244, 1.2816])
-"""Normal quantiles at 10, 30, 50, 70 and 90%: the mean over them prices the kinks at plain decoding and at what is sure."""
+SHARES = (np.arange(5) + 0.5) / 5
+"""Of the rises that are large enough to become sure, those at which a gain is looked at: it has a kink at plain decoding.
+What is sure itself must be no point's matter: the row counts whose least sure rise is just below a point would look best."""
 
 
 class PricedJob(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,7 +158,7 @@ def price_jobs(
                 cost = costs.predict(arm, busy=busy, num_replicas=num_replicas, price=trainer_price)
                 if unsure is not None:
                     growth, doublings = share / max(learned_share(before), 1e-9), math.log2(1.0 + arm.num_rows / before)
-                    mean, sd = unsure.blended(mean, sd, growth, misfit_sd(arm) * room * doublings)
+                    mean, sd = unsure.blended(mean, sd, growth, gains.misfit_sd(arm) * room * doublings)
                 found.append((arm, share, new, cost, mean, sd, sure))
         gained = _expected_gains(belief, [job[4:] for job in found], known)
         for (arm, share, new, cost, mean, _, sure), (gain, later) in zip(found, gained.tolist(), strict=True):
@@ -216,9 +218,11 @@ def _expected_gains(belief: BucketBelief, jobs: list[tuple[float, float, float]]
     jobs: mean and standard deviation of the rise of the acceptance length, and the least that becomes sure.
     """
     table = np.array(jobs).reshape(-1, 3)
-    means, sds, sure_rises = table[:, :1], table[:, 1:2], table[:, 2:]
-    gains = passed_gains(belief, means + sds * QUANTILES, sure_rises)
-    return np.stack((gains.mean(1), np.maximum(gains - known, 0.0).mean(1)), 1)
+    means, sds, sure_rises = table[:, :1], np.maximum(table[:, 1:2], 1e-9), np.maximum(table[:, 2:], 0.0)
+    chance = ndtr((means - sure_rises) / sds)
+    rises = means - sds * ndtri(np.maximum(chance, 1e-300) * SHARES)
+    gains = np.maximum(belief.relative_gains(belief.length, belief.length + rises), 0.0)
+    return chance * np.stack((gains.mean(1), np.maximum(gains - known, 0.0).mean(1)), 1)
 
 
 def passed_gains(belief: BucketBelief, rises: np.ndarray, sure_rise: np.ndarray | float) -> np.ndarray:

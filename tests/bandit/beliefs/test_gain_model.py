@@ -1,9 +1,10 @@
 import itertools
 
+import numpy as np
 import pytest
 
 from paceline.bandit.beliefs.arms import default_arms, row_counts
-from paceline.bandit.beliefs.gain_model import GainModel, further_share, learned_share, newness
+from paceline.bandit.beliefs.gain_model import ARM_SHARE, GainModel, further_share, learned_share, newness
 
 CALIBRATION, HEAD, FULL = default_arms()
 
@@ -54,6 +55,20 @@ def test_a_good_job_raises_and_narrows_the_posterior():
     model.update("a", FULL, 1.0, 0.5, 0.48, 0.02)
     after, narrower = model.predict("a", FULL, 1.0, 0.5)
     assert mean < after < 0.6 and narrower < sd
+
+
+@pytest.mark.parametrize("misfit", [0.03, 0.12, 0.4])
+@pytest.mark.parametrize("arm", default_arms(), ids=lambda a: a.name)
+def test_the_predicted_spread_becomes_that_of_the_jobs(misfit, arm):
+    rng, errors = np.random.default_rng(0), []
+    for _ in range(60):
+        model, kind = GainModel(), rng.normal(0.5, 0.2)
+        for job in range(21):
+            mean, sd = model.predict("a", arm, 0.8, 0.5)
+            gain = 0.8 * 0.5 * ARM_SHARE[arm.parameters] * (kind + misfit * rng.standard_normal())
+            errors += [(gain - mean) / sd] if job == 20 else []
+            model.update("a", arm, 0.8, 0.5, gain, 0.002)
+    assert 0.35 < np.std(errors) < 1.4, "1 where each prediction says how far off it may be"
 
 
 def test_reset_restores_the_bucket_but_keeps_what_all_buckets_taught():

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.bandit.policies.payoff import waiting_s
+from paceline.bandit.policies.pricing import _expected_gains, passed_gains
 from paceline.bandit.policies.table import POLICIES, ask_policy, make_policy
 from paceline.bandit.policies.view import Choice, hold, recall, train
 from paceline.config import PolicyConfig
@@ -209,3 +210,18 @@ def test_a_first_job_that_may_outgrow_the_bank_is_not_begun():
     assert choose("payoff", jobs=jobs, balance_s=25.0, cost_margin=1.5).job.arm.name == "head"
     held = choose("payoff", jobs=jobs, balance_s=6.0, cost_margin=1.5)
     assert held.code == "bank" and "1.50 times" in held.reason
+
+
+@given(
+    mean=st.floats(-0.3, 0.6), sd=st.floats(0.001, 0.4), sure=st.floats(0.0, 0.8), known=st.floats(0.0, 0.2),
+    plain=st.one_of(st.none(), st.floats(0.7, 1.1)),
+)  # fmt: skip
+def test_an_expected_gain_is_the_integral_over_what_becomes_sure(mean, sd, sure, known, plain):
+    belief = make_belief(plain_token_s=None if plain is None else plain * 0.005 / 1.4)
+    rises = mean + sd * np.linspace(-8.0, 8.0, 40_001)
+    density = np.exp(-0.5 * ((rises - mean) / sd) ** 2)
+    gains = passed_gains(belief, rises, sure)
+    wanted = [float(np.sum(g * density) / np.sum(density)) for g in (gains, np.maximum(gains - known, 0.0))]
+    assert _expected_gains(belief, [(mean, sd, sure), (mean, sd, np.inf)], known) == pytest.approx(
+        np.array([wanted, [0.0, 0.0]]), abs=1e-9 + 0.01 * float(gains.max())
+    )
