@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -145,18 +146,27 @@ def _smollm2_file() -> Path:
 
 
 def model_version(path: Path) -> str:
-    """First 16 hex digits of sha256 over a GGUF file, or over a folder's config.json, weights and tokenizer.json."""
+    """First 16 hex digits of sha256 over a GGUF file, or over a folder's config.json, weights and tokenizer.json.
+
+    Files that look as they did are not read again by this process: a large target takes minutes.
+    """
     parts = (
         [path]
         if is_gguf(path)
         else [path / "config.json", *sorted(path.glob("*.safetensors")), path / "tokenizer.json"]
     )
+    seen = [(part, part.stat()) for part in parts if part.is_file()]
+    return _hashed(tuple((part, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for part, s in seen))
+
+
+@functools.lru_cache(maxsize=64)
+def _hashed(files: tuple[tuple[Path, int, int, int, int], ...]) -> str:
+    """Of files, in order, by path, inode, size and times."""
     digest = hashlib.sha256()
-    for part in parts:
-        if part.is_file():
-            with part.open("rb") as file:
-                while chunk := file.read(1 << 20):
-                    digest.update(chunk)
+    for part, *_ in files:
+        with part.open("rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
     return digest.hexdigest()[:16]
 
 

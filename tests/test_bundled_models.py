@@ -180,3 +180,18 @@ def test_a_bundled_drafter_is_found_by_the_version_of_its_target(tmp_path, monke
     for alone in ("none", "lookup"):
         assert ServeOptions(changes={"model": "smollm2", "drafter": alone}).service().engine.tree.mix == "none"
     assert ServeOptions(changes={"model": "smollm2", "drafter": "none"}).service().drafter == "none"
+
+
+def test_a_target_is_read_once_until_it_changes(tmp_path, monkeypatch):
+    for name in ("config.json", "model-1.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_text(name)
+    opened, opens = [], Path.open
+    monkeypatch.setattr(
+        Path, "open", lambda self, *args, **named: opened.append(self.name) or opens(self, *args, **named)
+    )
+    first, _ = model_version(tmp_path), model_version(tmp_path)
+    assert sorted(opened) == ["config.json", "model-1.safetensors", "tokenizer.json"]
+    (tmp_path / "model-1.safetensors").write_text("model-2.safetensors")
+    assert model_version(tmp_path) != first
+    (tmp_path / "model-1.safetensors").write_text("model-1.safetensors")
+    assert model_version(tmp_path) == first

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import shutil
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,11 +18,12 @@ from paceline.adapt.versions.export_drafter import ExportDrafterOptions, export_
 from paceline.contracts import DesiredState, EngineFacts, Group, TrafficClasses, window_name
 from paceline.errors import ConfigError, DrafterMismatchError, EngineAwayError, PacelineError
 from paceline.infra.engines.windows import served_now
+from paceline.infra.state.redis_clients import Breaker
 from paceline.machine import Clock
 
 log = logging.getLogger(__name__)
 
-_TICK_S = 0.5
+_TICK_S, _MOST_AWAY_S = 0.5, 60.0
 _KEPT_FOLDERS = 8
 """Exported versions that stay on the disk, so that a recall need not export again."""
 _HELD = "held"
@@ -66,6 +68,31 @@ class OneDrafterEngine(Protocol):
         """Whether the service trains beside this engine."""
 
 
+def hold(folder: Path) -> IO[bytes]:
+    """Hold a replica's folder for this process until what is returned is closed, and delete those of replicas that are gone.
+
+    Raises: ConfigError where another process holds it: two would take turns at one engine.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    held = (folder / _HELD).open("ab")
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as e:
+        held.close()
+        raise ConfigError(
+            f"{folder} must be one process's: another one drives {folder.name} (a second `paceline attach`, or a further API "
+            "server of one vLLM)"
+        ) from e
+    except OSError:  # a file system without locks, where nothing is deleted
+        pass
+    for other in folder.parent.glob(f"*/{_HELD}"):
+        if other.parent != folder:
+            with contextlib.suppress(OSError), other.open("r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(other.parent)
+    return held
+
+
 @dataclass(kw_only=True)
 class OneDrafterDriver:
     """EngineDriver of one such engine; `start` follows the windows of time in a thread of its own."""
@@ -81,6 +108,8 @@ class OneDrafterDriver:
     registry: str
     """Where the service's versions are: a folder or a store's URL."""
     clock: Clock
+    held: IO[bytes]
+    """What `hold` gave for the folder; `stop` closes it."""
     _desired: DesiredState | None = None
     _live: str = ""
     _loaded: str = ""
@@ -94,9 +123,12 @@ class OneDrafterDriver:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     """Of what is served; held while the engine is spoken to, not while a version is written."""
     _staging: threading.Lock = field(default_factory=threading.Lock)
-    _held: IO[bytes] | None = None
     _is_away: bool = False
     """The engine did not answer the latest look."""
+    _breaker: Breaker = field(default_factory=lambda: Breaker(base_s=4 * _TICK_S, cap_s=_MOST_AWAY_S))
+    _retry_at: float = 0.0
+    """When a window's exchange is tried again behind one that the engine did not end (each stops its steps), s, steady."""
+    _is_over: bool = False
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
@@ -105,7 +137,7 @@ class OneDrafterDriver:
         with self._lock:
             if (group, version) == self._label:
                 return 0.0
-            if self._stop.is_set():
+            if self._is_over:
                 raise EngineAwayError(f"{self.replica_id} is not spoken to any more: its agent ends")
             staged = None if version == self._loaded else self._staged[version]
             self._loaded, self._label = "", ("", "")  # what a call that fails or takes too long leaves is not known
@@ -115,8 +147,13 @@ class OneDrafterDriver:
                 self._failures[version] = str(e)
                 self._failed_in = window_name(self.replica_id, self.clock.now(), self.facts.window_s)
                 raise
-            except ConfigError as e:  # another key or release than when it was attached
+            except FileNotFoundError:  # somebody tidied up: it is written again
+                self._staged.pop(version, None)
+                raise
+            except (EngineAwayError, ConfigError) as e:  # another key or release than when it was attached
+                self._retry_at = time.monotonic() + self._breaker.failed()
                 raise EngineAwayError(str(e)) from e
+            self._breaker.succeeded()
             self._loaded, self._label = version, (group, version)
             self._failures.pop(version, None)
             return pause_ms
@@ -126,14 +163,21 @@ class OneDrafterDriver:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the windows; a publication that has begun is waited for, and none begins after it."""
+        """End the windows: the live version serves on, not what this window tried or held back.
+
+        A publication that has begun is waited for, and none begins after it.
+        """
         self._stop.set()
-        with self._lock:  # an engine whose agent goes in the midst of one stays paused
-            pass
         if self._thread is not None:
             self._thread.join(5.0)
-        if self._held is not None:
-            self._held.close()
+        if self._live in self._staged and self._label not in (("", ""), (Group.ADAPTIVE, self._live)):
+            try:
+                self._serve(Group.ADAPTIVE, self._live)
+            except (PacelineError, OSError) as e:
+                log.warning("%s goes on with what this window served: %s", self.replica_id, e)
+        with self._lock:  # an engine whose agent goes in the midst of one stays paused
+            self._is_over = True
+        self.held.close()
 
     def _run(self) -> None:
         window_s, said = self.facts.window_s, ""
@@ -150,8 +194,11 @@ class OneDrafterDriver:
     def follow_window(self) -> None:
         """Serve what this moment's window asks for, as far as it is staged."""
         with self._lock:
-            self._is_away = True
-            rows, label = self.engine.look()
+            try:
+                rows, label = self.engine.look()
+            except EngineAwayError:
+                self._is_away = True
+                raise
             self._is_away = False
             if label != self._label:  # the engine was started again, or another one spoke to it
                 self._loaded, self._label = "", ("", "")
@@ -166,9 +213,13 @@ class OneDrafterDriver:
             except DrafterMismatchError as e:  # the engine was started with another one
                 self._failures[version] = str(e)
                 log.error("the first drafter cannot be compared with: %s", e)
+        if version == desired.first_version != self._live and version in self._staged and name != self._failed_in:
+            self._failures.pop(version, None)  # one refusal must not end the comparison
         if version not in self._staged or version in self._failures:  # the class's own is not here yet, or was refused
             group, version = Group.ADAPTIVE, self._live
         if version in self._failures and name == self._failed_in:  # reported; tried again in the next window
+            return
+        if time.monotonic() < self._retry_at or (version not in self._staged and not self.stage(version)):
             return
         self._serve(group, version)
 
@@ -186,12 +237,9 @@ class OneDrafterDriver:
         with self._staging:
             if version in self._staged:
                 return True
-            if self._held is None:
-                self._hold()
             folder = self.folder / version
             if folder.is_dir():
                 shutil.rmtree(folder)
-            folder.parent.mkdir(parents=True, exist_ok=True)
             export_drafter(
                 ExportDrafterOptions(version=version, format=self.facts.kind, out=folder, target=self.target),
                 registry=self.registry,
@@ -203,26 +251,6 @@ class OneDrafterDriver:
                 self._staged[version] = Staged(file, sha256)
                 self._tidy()
             return True
-
-    def _hold(self) -> None:
-        """Hold the folder, and delete those of replicas that are gone, which nobody holds."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._held = (self.folder / _HELD).open("ab")
-        try:
-            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            self._held.close()
-            self._held = None
-            raise ConfigError(
-                f"{self.folder} must be one process's: another `paceline attach` drives {self.replica_id}"
-            ) from e
-        except OSError:  # a file system without locks, where nothing is deleted
-            pass
-        for other in self.folder.parent.glob(f"*/{_HELD}"):
-            if other.parent != self.folder:
-                with contextlib.suppress(OSError), other.open("r+b") as file:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(other.parent)
 
     def _tidy(self) -> None:
         """Delete the oldest exported versions that nobody serves, what was refused, and what an earlier process left."""
@@ -243,6 +271,8 @@ class OneDrafterDriver:
         return pause_ms
 
     def set_canary(self, version: str, percent: int, bucket: str) -> None:
+        if version != self._canary[0]:
+            self._failures.pop(version, None)  # of an earlier trial
         self._canary = (version, percent, bucket)
 
     def route(self, class_versions: dict[str, str]) -> None:

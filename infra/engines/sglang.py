@@ -6,6 +6,7 @@ What it is asked, and where that is written: docs/api/sglang.md.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import logging
 import pickle
@@ -20,9 +21,9 @@ import httpx
 import torch
 
 from paceline.contracts import EngineFacts
-from paceline.errors import ConfigError, DrafterMismatchError, EngineAwayError, PacelineError
+from paceline.errors import ConfigError, DrafterMismatchError, EngineAwayError
 from paceline.infra.engines.agent import start_agent
-from paceline.infra.engines.one_drafter import Looked, OneDrafterDriver, Staged
+from paceline.infra.engines.one_drafter import Looked, OneDrafterDriver, Staged, hold
 from paceline.infra.engines.sglang_rows import (
     Loads,
     RecordTail,
@@ -43,7 +44,7 @@ from paceline.paths import model_version
 
 log = logging.getLogger(__name__)
 
-CALL_TIMEOUT_S, CONNECT_TIMEOUT_S = 60.0, 5.0
+CALL_TIMEOUT_S, LOOK_TIMEOUT_S, CONNECT_TIMEOUT_S = 60.0, 10.0, 5.0
 _WEIGHTS = "model.safetensors"
 _VOCABULARY = ("d2t", "t2d")
 """Read at SGLang's start alone."""
@@ -65,12 +66,20 @@ class SglangServer:
         self._client.close()
 
     def get(self, path: str, **query: str) -> dict[str, Any]:
-        return self._answer(path, "GET", params=query)
+        timeout = httpx.Timeout(LOOK_TIMEOUT_S, connect=CONNECT_TIMEOUT_S)
+        return self._answer(path, "GET", params=query, timeout=timeout)
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """The answer. Raises: EngineAwayError; DrafterMismatchError with SGLang's reason; ConfigError where it is another release
         or wants a key."""
         return self._answer(path, "POST", json=body)
+
+    def must(self, path: str, body: dict[str, Any]) -> None:
+        """`post` of what is no version's fault where it is refused. Raises: EngineAwayError, ConfigError."""
+        try:
+            self.post(path, body)
+        except DrafterMismatchError as e:
+            raise EngineAwayError(str(e)) from e
 
     def _answer(self, path: str, method: str, **values: Any) -> dict[str, Any]:
         try:
@@ -148,8 +157,7 @@ class SglangEngine:
         """What it serves with; None = an earlier agent's, which is not known."""
         self._checksums: dict[str, str] = {}
         """sha256 of weights that were loaded -> SGLang's own checksum of them."""
-        self.num_odd = 0
-        """Records that are none, or whose rounds do not add up."""
+        self._num_odd, self._said = 0, ""
         self._recover()
 
     # ---- weights
@@ -176,19 +184,19 @@ class SglangEngine:
 
     def _read(self, staged: Staged) -> dict[str, torch.Tensor]:
         try:
-            tensors = read_checked(staged.file, staged.sha256, self._folder)
+            tensors = read_checked(staged.file, staged.sha256, self._folder)  # an OSError is the storage's
             if any(name in tensors for name in _VOCABULARY):
                 first = read_checked(self._first.file, self._first.sha256, self._folder)
                 bad = next((n for n in _VOCABULARY if n in tensors and not torch.equal(tensors[n], first[n])), None)
                 if bad is not None:
                     raise ValueError(f"tensor {bad} must be that of {self._folder}: SGLang reads it at its start")
-        except (OSError, ValueError) as e:
+        except ValueError as e:
             raise DrafterMismatchError(f"SGLang at {self._server.url} cannot load {staged.file}: {e}") from e
         return {name: t for name, t in tensors.items() if name not in _VOCABULARY}
 
     def publish(self, staged: Staged | None, version: str, group: str) -> float:
         label = weight_version(group, version)
-        if staged is None:
+        if staged is None or (self._loaded is not None and staged.sha256 == self._loaded.sha256):
             self._tell(label)
             self._label = (group, version)
             return 0.0
@@ -198,7 +206,7 @@ class SglangEngine:
         )  # nobody's until it is read back; and who starts later sees that one had begun
         began = time.perf_counter()
         try:
-            self._server.post("/pause_generation", {"mode": "in_place"})  # one whose answer is lost has paused it, too
+            self._server.must("/pause_generation", {"mode": "in_place"})  # one whose answer is lost has paused it, too
             self._update(body)
         finally:
             self._resume()
@@ -211,7 +219,7 @@ class SglangEngine:
 
     def _tell(self, label: str) -> None:
         """Have later tokens counted so."""
-        self._server.post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        self._server.must("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
     def _update_of(self, staged: Staged, label: str) -> dict[str, Any]:
         """The request that loads a version and, with them, has the label of later tokens changed."""
@@ -225,8 +233,8 @@ class SglangEngine:
 
     def _update(self, body: dict[str, Any]) -> None:
         """Load weights while no step runs; those that were there come back where it refuses the new ones."""
-        self._server.post("/begin_weight_update", {"selector": "draft"})
         try:
+            self._open()
             self._server.post("/update_weights_from_tensor", body)
         except DrafterMismatchError:
             if self._loaded is not None:
@@ -235,12 +243,21 @@ class SglangEngine:
                 )
             raise
         finally:
-            self._server.post("/end_weight_update", {})
+            with contextlib.suppress(DrafterMismatchError):  # none is open
+                self._server.post("/end_weight_update", {})
+
+    def _open(self) -> None:
+        begin = "/begin_weight_update", {"selector": "draft"}
+        try:
+            self._server.post(*begin)
+        except DrafterMismatchError:  # one is open, whose end did not come through
+            self._server.must("/end_weight_update", {})
+            self._server.must(*begin)
 
     def _resume(self) -> None:
         for attempt in range(_RESUMES):
             try:
-                self._server.post("/continue_generation", {"torch_empty_cache": False})
+                self._server.must("/continue_generation", {"torch_empty_cache": False})
                 return
             except EngineAwayError as e:
                 if attempt == _RESUMES - 1:
@@ -290,15 +307,21 @@ class SglangEngine:
                 f"SGLang at {self._server.url} must be of a release with GET /v1/loads as 0.5.23 has it: {e!r}"
             ) from e
         try:
-            records = self._tail.read()
-        except OSError as e:
-            raise PacelineError(f"records of SGLang at {self._server.url} cannot be read: {e}") from e
+            records, self._said = self._tail.read(), ""
+        except OSError as e:  # rounds are not told; what serves whom goes on
+            records = []
+            if self._said != str(e):
+                self._said = str(e)
+                log.warning("records of SGLang at %s cannot be read: %s", self._server.url, e)
         for record in records:
             try:
                 self._record(record)
             except (KeyError, TypeError, ValueError, AttributeError) as e:
-                self.num_odd += 1
-                log.debug("a record of SGLang at %s is left out: %r", self._server.url, e)
+                self._num_odd += 1
+                level = logging.WARNING if self._num_odd == 1 else logging.DEBUG
+                log.log(
+                    level, "a record of SGLang at %s is left out, as later ones like it are: %r", self._server.url, e
+                )
         return Looked(self._recent.now(time.monotonic()), self._label)
 
     def _record(self, record: dict[str, Any]) -> None:
@@ -349,6 +372,8 @@ class SglangReplica:
             )
         where = urlsplit(self._server.url)
         self.replica_id = f"sglang-{where.hostname}-{where.port or where.scheme}"
+        folder = home / "sglang" / self.replica_id
+        held = hold(folder)  # before it is spoken to: another agent may be in the midst of an exchange
         clock, keys = RedisClock(), Keys(service)
         with producer_client(redis_url) as client:
             clock.try_to_look(client)
@@ -359,8 +384,8 @@ class SglangReplica:
             self._server, info, self._publisher, max_stale_tokens=max_stale_tokens, clock=SystemClock()
         )
         self._driver = OneDrafterDriver(
-            engine=self._engine, facts=self.facts, replica_id=self.replica_id, folder=home / "sglang" / self.replica_id,
-            target=str(target), registry=registry, clock=clock,
+            engine=self._engine, facts=self.facts, replica_id=self.replica_id, folder=folder, target=str(target),
+            registry=registry, clock=clock, held=held,
         )  # fmt: skip
         self._start = lambda: start_agent(
             self._driver, redis_url, keys, replica_id=self.replica_id, target_version=target_version, feedback=self._engine,

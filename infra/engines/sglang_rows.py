@@ -53,9 +53,12 @@ class RecordTail:
         out: list[dict[str, Any]] = []
         if not self._folder.is_dir():
             raise FileNotFoundError(f"{self._folder} must be a folder")
-        for path in sorted(self._folder.glob(PATTERN)):
-            begin = self._read_to.get(path, 0)
+        paths = sorted(self._folder.glob(PATTERN))
+        self._read_to = {path: self._read_to.get(path, 0) for path in paths}
+        for path, begin in list(self._read_to.items()):
             try:
+                if path.stat().st_size == begin:  # one an hour, and none is ever deleted
+                    continue
                 with path.open("rb") as file:
                     file.seek(begin)
                     data = file.read()

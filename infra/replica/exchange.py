@@ -60,6 +60,8 @@ class NumbersExchange:
         self._lock = threading.Lock()
         self._past: deque[tuple[float, HttpMeters]] = deque()
         self._breaker = Breaker()
+        self._said = ""
+        """Kind of the latest error, while it lasts."""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.num_processes: int | None = None
@@ -121,6 +123,7 @@ class NumbersExchange:
         pipe.zcount(self._keys.numbers, now - REPORT_TTL_S, "+inf")
         self.num_processes = int(pipe.execute()[-1])
         self._breaker.succeeded()
+        self._said = ""
 
     def _read_all(self) -> dict[str, ReplicaNumbers]:
         assert self._client is not None
@@ -139,10 +142,10 @@ class NumbersExchange:
         return found
 
     def _note(self, error: Exception) -> None:
-        was_up = self._breaker.is_up is not False
         if isinstance(error, OUTAGE_ERRORS):
             self._breaker.failed()
-        if was_up:
+        if (kind := type(error).__name__) != self._said:
+            self._said = kind
             logger.warning("numbers are not exchanged: %s", error)
 
     def _run(self) -> None:

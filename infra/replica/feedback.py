@@ -226,7 +226,10 @@ class FeedbackPublisher:
             wait_s = max(self._config.flush_interval_s, self._next_try - time.monotonic())
             self._wake.wait(wait_s)
             if not self._stop.is_set():
-                self.flush()
+                try:
+                    self.flush()
+                except Exception:  # what a thread that has ended is given is lost
+                    logger.exception("feedback could not be sent; trying again")
 
     def flush(self) -> bool:
         """Send what is there; False when Redis did not take it (it is kept and sent again later)."""
@@ -252,15 +255,20 @@ class FeedbackPublisher:
                 return
             self._num_taken += num_rows
             dropped = self.num_dropped
+            try:
+                batch = encode(make_batch(
+                    self._by_redis_time(parts), replica_id=self._replica_id, boot_epoch=self._boot_epoch, seq=self._seq + 1,
+                    target_version=self._target_version, num_dropped=dropped - self._num_unreported,
+                    keep_rows=self._config.keep_rows, prompts=self._take_prompts(), tenant_of=self.tenant_of,
+                    draft_ratio=self.draft_ratio,
+                ))  # fmt: skip
+            except Exception:  # by rows of an engine that others run, say: those behind them are told
+                self._num_dropped_refused += num_rows
+                logger.exception("feedback that cannot be written is dropped rows=%d", num_rows)
+                continue
             self._seq += 1
-            batch = make_batch(
-                self._by_redis_time(parts), replica_id=self._replica_id, boot_epoch=self._boot_epoch, seq=self._seq,
-                target_version=self._target_version, num_dropped=dropped - self._num_unreported,
-                keep_rows=self._config.keep_rows, prompts=self._take_prompts(), tenant_of=self.tenant_of,
-                draft_ratio=self.draft_ratio,
-            )  # fmt: skip
             self._num_unreported = dropped
-            self._unacked.append((self._seq, num_rows, encode(batch)))
+            self._unacked.append((self._seq, num_rows, batch))
 
     def _by_redis_time(self, parts: list[RoundStats]) -> list[RoundStats]:
         """Rounds with their times by Redis' clock where this computer's, which engines go by, is off."""

@@ -18,7 +18,7 @@ import redis
 from redis.exceptions import RedisError
 
 from paceline.contracts import DesiredState, EngineFacts, ReplicaReport, TrafficClasses
-from paceline.errors import EngineAwayError, PacelineError, StorageHangsError
+from paceline.errors import EngineAwayError, EngineStoppedError, PacelineError, StorageHangsError
 from paceline.infra.controller.jobs import read_lease
 from paceline.infra.controller.store import Deeds
 from paceline.infra.state.desired import read_classes, read_desired, write_report
@@ -31,6 +31,8 @@ _NUM_PAUSES = 64
 _LOST_S = 0.2
 """Behind a lost subscription."""
 _MOST_AWAY_S = 60.0
+_AWAY = (EngineAwayError, EngineStoppedError, OSError)
+"""No fault of a version: an engine that does not answer or has ended, storage that fails."""
 """Longest wait before an engine that did not answer is asked again."""
 
 
@@ -241,7 +243,7 @@ class ReplicaWatcher:
                     self._has_loaded = True  # the next one soon, after a report
                     self._tried.add(version)
                     return True
-            except (StorageHangsError, EngineAwayError, OSError) as e:
+            except (StorageHangsError, *_AWAY) as e:
                 logger.warning("drafter %s is loaded when registry and engine answer: %s", version, e)
                 break  # so do the others
             except (PacelineError, ValueError, RuntimeError) as e:
@@ -312,7 +314,7 @@ class ReplicaWatcher:
                 if desired.canary_version != self.canary_version and not self._staged(desired.canary_version):
                     return False
                 self._try_out(*wanted)
-        except (EngineAwayError, OSError) as e:
+        except _AWAY as e:
             wait_s = self._engine_breaker.failed()
             logger.warning("drafter %s is tried again in %.0f s: %s", desired.version, wait_s, e)
             self._retry_stage, self._retry_at = True, time.monotonic() + wait_s

@@ -54,6 +54,8 @@ class VllmEngine:
 
     def publish(self, staged: Staged | None, version: str, group: str) -> float:
         path, sha256 = ("", "") if staged is None else (str(staged.file), staged.sha256)
+        if staged is not None:
+            staged.file.read_bytes()  # slow or failing storage shows here, where no step waits; it is in the cache then
         return self.ask("paceline_publish", path, sha256, version, group)
 
     def look(self) -> Looked:
@@ -62,7 +64,7 @@ class VllmEngine:
         return Looked(self.last["rows"], (self.last["group"], self.last["version"]) if is_published else ("", ""))
 
     def tell_training(self, is_training: bool) -> None:
-        self.ask("paceline_control", is_training, None)
+        self.ask("paceline_control", is_training)
 
     def counters(self) -> dict[str, Any]:
         """Feedback rows, as the engine's process counts them."""

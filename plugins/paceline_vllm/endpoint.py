@@ -18,13 +18,14 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from paceline.contracts import EngineFacts
+from paceline.errors import ConfigError
 from paceline.infra.engines.agent import start_agent
-from paceline.infra.engines.one_drafter import OneDrafterDriver
+from paceline.infra.engines.one_drafter import OneDrafterDriver, hold
 from paceline.infra.replica.watcher import ReplicaWatcher
 from paceline.infra.state.redis_clients import Keys, producer_client
 from paceline.infra.state.redis_clock import RedisClock
 from paceline_vllm.driver import VllmEngine
-from paceline_vllm.settings import settings_of
+from paceline_vllm.settings import settings_of, target_version_of
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,14 @@ class PacelineEndpoint:
         if hasattr(engine_client, "paceline_agent"):  # Ray Serve LLM's server has started it
             self._engine, self._watcher = engine_client.paceline_agent
             return
+        folder = settings.home / "vllm" / settings.replica_id
+        try:
+            held = await asyncio.to_thread(hold, folder)
+        except ConfigError as e:  # a further API server of this engine: one agent is enough
+            log.error("paceline: this process does not drive the engine: %s", e)
+            return
         speculation, clock = config.speculative_config, RedisClock()
+        target_version = await asyncio.to_thread(target_version_of, config.model_config.model)
         await asyncio.to_thread(clock.try_to_look, producer_client(settings.redis_url))
         facts = EngineFacts(
             kind="vllm", engine_version=_vllm_version(), draft_shape="chain",
@@ -71,12 +79,12 @@ class PacelineEndpoint:
             loop=asyncio.get_running_loop(),
         )  # fmt: skip
         driver = OneDrafterDriver(
-            engine=engine, facts=facts, replica_id=settings.replica_id, folder=settings.home / "vllm" / settings.replica_id,
-            target=config.model_config.model, registry=str(settings.registry), clock=clock,
+            engine=engine, facts=facts, replica_id=settings.replica_id, folder=folder,
+            target=config.model_config.model, registry=str(settings.registry), clock=clock, held=held,
         )  # fmt: skip
         self._watcher = await asyncio.to_thread(
             start_agent, driver, settings.redis_url, Keys(settings.service), replica_id=settings.replica_id,
-            feedback=engine, clock=clock,
+            target_version=target_version, feedback=engine, clock=clock,
         )  # fmt: skip
         engine_client.paceline_agent = (engine, self._watcher)
         driver.start()

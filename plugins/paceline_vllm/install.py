@@ -52,6 +52,6 @@ def state(core: Any) -> dict[str, Any]:
     return log_of(core.scheduler).state()
 
 
-def control(core: Any, is_training: bool, draft_tokens: int | None) -> None:
-    """What the service tells: whether it trains beside this engine, and the draft tokens of a round (None: the rule's)."""
-    log_of(core.scheduler).control(is_training, draft_tokens)
+def control(core: Any, is_training: bool) -> None:
+    """What the service tells: whether it trains beside this engine."""
+    log_of(core.scheduler).control(is_training)

@@ -57,7 +57,6 @@ class RoundLog:
         self._version, self._group = "", ASKED_GROUP  # until the agent has said what is served
         self._num_switches = 0
         self._is_training = False
-        self._draft_tokens: int | None = None
         self._recent = RecentRows()
         self.has_stale_blocks = False
         """Prefixes may lie in the cache that another drafter than the present one has filled."""
@@ -70,14 +69,14 @@ class RoundLog:
         self._num_switches += version != self._version  # one drafter in two groups is no mixture
         self._version, self._group = version, group
 
-    def control(self, is_training: bool, draft_tokens: int | None) -> None:
-        self._is_training, self._draft_tokens = is_training, draft_tokens
+    def control(self, is_training: bool) -> None:
+        self._is_training = is_training
 
     def state(self) -> dict[str, Any]:
         return {
             "version": self._version, "group": self._group, "num_switches": self._num_switches,
             "feedback": self.publisher.counters(), "num_stale": self.num_stale, "num_mixed": self.num_mixed,
-            "draft_tokens": self._draft_tokens, "draft_table": self.length.table(),
+            "draft_table": self.length.table(),
             "rows": self._recent.now(time.monotonic()),
         }  # fmt: skip
 
@@ -105,10 +104,10 @@ class RoundLog:
             drafts = request.spec_token_ids
             if drafts:
                 entry = self.open(request)
-                limit = self._draft_tokens
+                limit = None
                 if entry.is_plain:
                     limit = 0
-                elif limit is None and self.settings.adapts_length:
+                elif self.settings.adapts_length:
                     limit = self.length.tokens(entry.bucket, self._version)
                 if limit is not None and limit < len(drafts):
                     request.spec_token_ids = drafts[:limit]

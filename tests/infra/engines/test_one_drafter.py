@@ -7,7 +7,7 @@ import pytest
 
 from paceline.contracts import DesiredState, EngineFacts, Group, window_name
 from paceline.errors import ConfigError, DrafterMismatchError, EngineAwayError
-from paceline.infra.engines.one_drafter import Looked, OneDrafterDriver
+from paceline.infra.engines.one_drafter import Looked, OneDrafterDriver, hold
 from paceline.infra.engines.windows import served_now
 from paceline.machine import ManualClock
 
@@ -57,9 +57,10 @@ def make_driver(engine, drafters, tmp_path):
     )  # fmt: skip
 
     def make(replica_id):
+        folder = tmp_path / "exported" / replica_id
         return OneDrafterDriver(
-            engine=engine, facts=facts, replica_id=replica_id, folder=tmp_path / "exported" / replica_id,
-            target=str(drafters.target), registry=drafters.registry, clock=ManualClock(),
+            engine=engine, facts=facts, replica_id=replica_id, folder=folder, target=str(drafters.target),
+            registry=drafters.registry, clock=ManualClock(), held=hold(folder),
         )  # fmt: skip
 
     return make
@@ -133,12 +134,11 @@ def test_what_replicas_that_are_gone_have_written_is_deleted(make_driver, engine
 
 
 def test_a_second_process_that_drives_a_replica_is_told_so(make_driver, drafters):
-    first, second = make_driver("same"), make_driver("same")
-    assert first.stage(drafters.first)
-    with pytest.raises(ConfigError, match="another `paceline attach` drives same"):
-        second.stage(drafters.first)
+    first = make_driver("same")
+    with pytest.raises(ConfigError, match="another one drives same"):
+        make_driver("same")
     first.stop()
-    assert second.stage(drafters.first)
+    assert make_driver("same").stage(drafters.first)
 
 
 def test_no_version_is_blamed_for_an_engine_that_is_away(driver, engine, drafters):
@@ -197,6 +197,66 @@ def test_an_engine_that_does_not_take_a_version_now_is_away(driver, engine, draf
     assert driver.failures() == {}
     engine.odd = None
     assert driver.publish(drafters.other) == 12.0
+
+
+def test_an_exchange_that_the_engine_does_not_end_is_not_begun_at_every_look(driver, engine, drafters):
+    go_live(driver, drafters, drafters.other, holdback_percent=100)
+    assert driver.stage(drafters.first)
+    tries, publish = [], engine.publish
+    engine.publish = lambda *args: tries.append(args) or publish(*args)
+    engine.odd = EngineAwayError("504")
+    with pytest.raises(EngineAwayError):
+        driver.follow_window()
+    for _ in range(5):
+        driver.follow_window()
+    assert len(tries) == 1 and driver.failures() == {}
+    engine.odd, driver._retry_at = None, 0.0
+    driver.follow_window()
+    assert engine.label == (Group.STATIC, drafters.first)
+
+
+def test_a_file_that_was_tidied_up_is_written_again(driver, engine, drafters):
+    go_live(driver, drafters, drafters.other)
+    engine.label, engine.odd = ("", ""), FileNotFoundError("no such file")
+    with pytest.raises(FileNotFoundError):
+        driver.follow_window()
+    assert driver.failures() == {}
+    engine.odd = None
+    driver.follow_window()
+    assert engine.label == (Group.ADAPTIVE, drafters.other)
+
+
+def test_one_refusal_of_the_first_drafter_does_not_end_the_comparison(driver, engine, drafters):
+    go_live(driver, drafters, drafters.other, holdback_percent=100)
+    assert driver.stage(drafters.first)
+    engine.refused.add(drafters.first)
+    with pytest.raises(DrafterMismatchError):
+        driver.follow_window()
+    driver.follow_window()
+    assert engine.label == (Group.ADAPTIVE, drafters.other), "for the rest of the window"
+    engine.refused.clear()
+    driver.clock.advance(WINDOW_S)
+    driver.follow_window()
+    assert engine.label == (Group.STATIC, drafters.first) and driver.failures() == {}
+
+
+def test_a_canary_that_is_ordered_again_is_not_refused_for_what_happened_to_the_trial_before(driver, engine, drafters):
+    go_live(driver, drafters, drafters.first)
+    assert driver.stage(drafters.other)
+    driver.set_canary(drafters.other, 50, "")
+    driver._failures[drafters.other] = "out of memory"
+    driver.set_canary("", 0, "")
+    assert drafters.other in driver.failures()
+    driver.set_canary(drafters.other, 50, "")
+    assert driver.failures() == {}
+
+
+def test_an_end_leaves_the_live_version_not_what_the_window_tried(driver, engine, drafters):
+    go_live(driver, drafters, drafters.other, holdback_percent=100)
+    driver.follow_window()
+    assert engine.label == (Group.STATIC, drafters.first)
+    driver.stop()
+    assert engine.label == (Group.ADAPTIVE, drafters.other)
 
 
 def test_an_end_waits_for_a_publication_and_none_begins_after_it(driver, engine, drafters):

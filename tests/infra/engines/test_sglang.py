@@ -250,6 +250,51 @@ def test_an_exchange_whose_pause_is_not_answered_goes_on(double, engine, drafter
     assert not double.is_paused
 
 
+def test_an_exchange_whose_end_did_not_come_through_blames_no_later_version(double, engine, drafters, tmp_path):
+    double.session = "draft"
+    staged = exported(tmp_path / "v", drafters, lambda t: t["lm_head.weight"].mul_(2))
+    assert engine.publish(staged, "vvvv", "adaptive") > 0
+    assert holds(double, staged) and (double.is_paused, double.session) == (False, None)
+
+
+@pytest.mark.parametrize("path", ["/pause_generation", "/update_weight_version", "/continue_generation"])
+def test_what_is_refused_but_a_load_is_no_fault_of_the_version(double, engine, drafters, tmp_path, path):
+    double.refuses[path] = "not now"
+    with (
+        pytest.raises(EngineAwayError, match="not now") if path != "/continue_generation" else contextlib.nullcontext()
+    ):
+        engine.publish(exported(tmp_path / "v", drafters, lambda t: t["lm_head.weight"].mul_(2)), "vvvv", "adaptive")
+    assert (double.is_paused, double.session) == (False, None)
+
+
+def test_what_it_drafts_with_already_is_not_loaded_again(double, engine, drafters, tmp_path):
+    staged = exported(tmp_path / "v", drafters, lambda t: t["lm_head.weight"].mul_(2))
+    engine.publish(staged, "vvvv", "adaptive")
+    double.calls.clear()
+    assert engine.publish(staged, "vvvv", "static") == 0.0
+    assert double.calls == ["/update_weight_version"]
+
+
+def test_weights_that_cannot_be_read_are_no_fault_of_the_version(double, engine, drafters, tmp_path):
+    staged = exported(tmp_path / "v", drafters, lambda t: t["lm_head.weight"].mul_(2))
+    staged.file.unlink()
+    with pytest.raises(FileNotFoundError):
+        engine.publish(staged, "vvvv", "adaptive")
+    assert double.calls == [] and not double.is_paused
+
+
+def test_windows_go_on_where_records_cannot_be_read(double, engine, caplog):
+    double.weight_version = weight_version("adaptive", "vvvv")
+    double.records.rmdir()
+    for _ in range(3):
+        assert engine.look().label == ("adaptive", "vvvv")
+    assert caplog.text.count("cannot be read") == 1
+    double.records.mkdir()
+    engine.look()
+    double.finish("r1", [2, 0], bucket="code")
+    assert engine.look().rows == pytest.approx({"code": 2.0}, abs=0.1)
+
+
 def test_a_pause_that_nobody_left_open_stays(double, drafters):
     double.is_paused = True
     engine_of(double)

@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import msgspec
 import pytest
 import redis
 
@@ -73,6 +74,17 @@ def test_thread_publishes_within_the_interval(shared_redis, client, keys, wait_u
     pub.record_rounds(row(0))
     wait_until(lambda: client.xlen(keys.feedback) == 1)
     pub.close()
+
+
+def test_rows_that_cannot_be_written_are_dropped_and_those_behind_them_are_told(shared_redis, client, keys, wait_until):
+    pub = publisher(shared_redis.url, keys, flush_interval_s=0.02).start()
+    pub.record_rounds(msgspec.structs.replace(row(0), bucket=["\ud800"]))
+    wait_until(lambda: pub.counters()["dropped"] == 1)
+    pub.record_rounds(row(1))
+    wait_until(lambda: client.xlen(keys.feedback) == 1)
+    pub.close()
+    assert [b.seq for b in batches(client, keys)] == [1]
+    assert pub.counters()["delivered"] == 1 and pub.counters()["pending"] == 0
 
 
 def test_stream_is_bounded(shared_redis, client, keys):

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.adapt.data.storage_calls import StorageCalls
 from paceline.contracts import DesiredState, TrafficClasses, encode
-from paceline.errors import DrafterMismatchError, EngineAwayError
+from paceline.errors import DrafterMismatchError, EngineAwayError, EngineStoppedError
 from paceline.infra.controller.jobs import Lease
 from paceline.infra.replica.span_target import SpanTarget
 from paceline.infra.replica.watcher import ReplicaWatcher
@@ -37,7 +37,8 @@ class Slots:
     room: int = 2
     loaded: list[str] = field(default_factory=list)
     is_away: bool = False
-    """As an engine that others run may be."""
+    """As an engine that others run may be, and one's own that has ended."""
+    away: type[Exception] = EngineAwayError
 
     def set_canary(self, version: str, percent: int, bucket: str) -> None:
         assert not version or self.staged == version
@@ -51,7 +52,7 @@ class Slots:
 
     def check_is_there(self) -> None:
         if self.is_away:
-            raise EngineAwayError("the engine must answer")
+            raise self.away("the engine must answer")
 
     def load(self, version: str) -> bool:
         self.check_is_there()
@@ -515,8 +516,9 @@ def test_a_record_of_a_service_without_versions_of_classes_is_read(shared_redis,
     assert (w.gen, slots.routes, w.desired.version_of("math")) == (1, {}, "v1")
 
 
-def test_a_version_is_not_refused_because_the_engine_is_away(shared_redis, client, keys, seeded):
-    slots = Slots()
+@pytest.mark.parametrize("away", [EngineAwayError, EngineStoppedError])
+def test_a_version_is_not_refused_because_the_engine_is_away(shared_redis, client, keys, seeded, away):
+    slots = Slots(away=away)
     w = watcher(shared_redis.url, keys, slots, poll_s=0.1)
     assert w.reconcile()
     want(client, keys, "v2")
