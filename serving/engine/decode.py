@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ from paceline.serving.trees.policy import TreePolicy
 from paceline.serving.trees.propose import DraftGroup, RoundDraft
 from paceline.serving.trees.tree import TreeBatch
 from paceline.serving.trees.verify import accept, verify
+
+logger = logging.getLogger(__name__)
 
 
 class RoundRows:
@@ -483,7 +486,10 @@ class DecodeRunner:
             return batch.keys, {}, []
         context_rows = sum(r.context_len for r in requests)
         # With one token left there is nothing to gain from a draft.
-        keys = [k if r.token_limit - len(r.tokens) > 1 else None for k, r in zip(batch.keys, requests, strict=True)]
+        keys = [
+            k if r.token_limit - len(r.tokens) > 1 and not r.is_too_long_to_draft else None
+            for k, r in zip(batch.keys, requests, strict=True)
+        ]
         has_turn = [False] * len(keys)
         if self._policy.text is not None:
             text_keys = self._text_keys(batch, keys)
@@ -554,15 +560,26 @@ class DecodeRunner:
         """Mark what drafters have taken in, and those that failed. slots, rows: of each group; None is the text drafter."""
         for i, (slot, own) in enumerate(zip(slots, rows, strict=True)):
             reason = draft.failures.get(i)
-            if slot is None:
+            if i in draft.starved:
+                self._starve([batch.requests[row] for row in own])
+            elif slot is None:
                 if reason is not None:
                     self._policy.drop_text(reason)
             elif reason is not None:
                 self._blame(slot, {batch.requests[row].delta for row in own}, reason)
             elif draft.is_drafted[own[0]]:
                 mark_ingested([batch.requests[row] for row in own])
-        if any(slots) and not draft.failures:
+        if any(slots) and not draft.failures and not draft.starved:
             self._is_apart = False
+
+    def _starve(self, requests: list[RunningRequest]) -> None:
+        """Draft no more for the longest of these, which a pass without a graph pads all others to: there was no memory."""
+        longest = max(requests, key=lambda r: r.context_len)
+        longest.is_too_long_to_draft = True
+        logger.warning(
+            "no memory to draft for %d request(s); the longest, %s, decodes plainly from now on, beside %d tokens of context",
+            len(requests), longest.request_id, longest.context_len,
+        )  # fmt: skip
 
     def _blame(self, slot: str, deltas: set[int], reason: str) -> None:
         """Stop using what a pass failed with. One of several versions may be at fault: they draft apart until a round in
@@ -647,6 +664,9 @@ class DecodeRunner:
                     drafter, requests, table[index, :width], self._sampling(batch).temperatures[index], features,
                     self._chunk_rows,
                 )  # fmt: skip
+        except torch.OutOfMemoryError:
+            self._starve(requests)
+            return False
         except Exception as e:  # a broken drafter costs speed, never a request
             self._slots.mark_failed(slot, f"ingest raised {type(e).__name__}: {e}")
             return False

@@ -333,7 +333,9 @@ class Engine:
         if admitted:
             scheduler.note_drafted()
         for request in admitted:
-            if not request.was_preempted:
+            if request.status is not RequestStatus.PREFILL:  # it gave way to one that was admitted behind it
+                continue
+            if request.admitted_s is None:
                 request.admitted_s = self._clock.now()
                 self.queue_times.observe(request.admitted_s - request.submitted_s)
             if self._pins.pin(request) and self.output.traces is not None:
@@ -359,11 +361,6 @@ class Engine:
     def is_idle(self) -> bool:
         """No request is queued, running or in the inbox."""
         return self._inbox.num_unfinished == 0
-
-    @property
-    def is_draining(self) -> bool:
-        """New requests are refused; the ones that were taken are finished. Any thread."""
-        return self._inbox.is_closed
 
     def deliver_traces(self) -> None:
         """Hand over the traces of requests that have ended, once their rows are on the host. Engine thread."""

@@ -89,6 +89,8 @@ class RunningRequest:
     trace: TraceRows | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     """Of the prompt's first tokens, as far as they are known; empty unless the request asks for them."""
+    is_too_long_to_draft: bool = False
+    """Beside others its context took more memory in drafting than there was."""
     draft_writer: DraftWriter | None = None
     """What drafter KV at shared rows is found by; None when the drafter's rows cannot be shared."""
     rank: tuple[float, int] = (0.0, 0)

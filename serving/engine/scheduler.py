@@ -251,7 +251,8 @@ class Scheduler:
         """Move requests from the queue to prefill while they fit; returns the admitted ones."""
         admitted: list[RunningRequest] = []
         while (request := self.waiting.first(self._turn)) is not None:
-            if len(self.active) >= self._max_running and not self._make_room(request, 0):
+            is_full = len(self.active) >= self._max_running
+            if is_full and next(self._giving_way(request), None) is None:
                 break
             if self._is_still_blocked(request):
                 break
@@ -261,7 +262,7 @@ class Scheduler:
             num_rows = request.prefill_len + 1
             num_shared = self._share(request) // self._page_tokens
             num_pages = -(-num_rows // self._page_tokens) - num_shared
-            if not self._has_room(num_pages) and not self._make_room(request, num_pages):
+            if (is_full or not self._has_room(num_pages)) and not self._make_room(request, num_pages):
                 self._pages.release(request.request_id)
                 # Preemptions that were not enough are followed by others in the next round.
                 self._blocked = (request, *self._room()) if len(self.active) == num_active else None
@@ -348,18 +349,20 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:
                 continue
             need = request.context_len + 1
-            want = min(need + num_lookahead_rows, request.token_limit)
-            if request.row_capacity < want and not self._grow(request, want):
-                while request.row_capacity < need and not self._grow(request, need):
-                    victim = self._greediest()
-                    self.preempt(victim)
-                    if victim is request:
-                        break
+            while request.row_capacity < need and not self._grow(request, need):
+                victim = self._greediest()
+                self.preempt(victim)
+                if victim is request:
+                    break
             if request.status is RequestStatus.RUNNING:
                 self._given.add(request.request.tenant, 1)
                 batch.append(request)
         if len(self._num_active) > 1:  # a greedy tenant's request may have gone after its turn
             batch = [r for r in batch if r.status is RequestStatus.RUNNING]
+        for request in batch:  # once nobody has to give way
+            want = min(request.context_len + 1 + num_lookahead_rows, request.token_limit)
+            if request.row_capacity < want:
+                self._grow(request, want)
         return batch
 
     def preempt(self, request: RunningRequest) -> None:

@@ -107,6 +107,7 @@ class TraceCollector:
                 self._hand_out(best, [(r, len(own)) for r, own in traced])
                 return
         except Exception:
+            self._owners += [(r, len(own)) for r, own in traced]  # a part that lacks rows would spoil its whole shard
             self._drop("ranking a trace")
             return
         self._owners += [(r, len(own)) for r, own in traced]

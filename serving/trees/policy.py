@@ -137,6 +137,10 @@ class TreePolicy:
         start = self._timer()
         try:
             self._draft_groups(out, groups, anchor_token_ids)
+        except torch.OutOfMemoryError:
+            model_s, failures = out.model_s, out.failures
+            out = plain_round(keys, anchor_token_ids, context_rows)
+            out.failures, out.model_s, out.starved = failures, model_s, list(range(len(groups)))
         except Exception as e:  # what they proposed may be at fault, and drafting again could fail again
             names = ", ".join(sorted({g.drafter.caps.name for g in groups}))
             logger.exception(_FAILED, names, ", ".join(i for g in groups for i in g.inputs.request_ids))
@@ -154,6 +158,9 @@ class TreePolicy:
         for index, group in enumerate(groups):
             try:
                 found = trees.propose(index, group, out.keys, out)
+            except torch.OutOfMemoryError:
+                out.starved.append(index)
+                continue
             except Exception as e:  # a drafter is untrusted code with untrusted weights; decoding must go on
                 logger.exception(_FAILED, group.drafter.caps.name, ", ".join(group.inputs.request_ids))
                 out.failures[index] = f"{type(e).__name__}: {e}"

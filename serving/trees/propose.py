@@ -45,6 +45,8 @@ class RoundDraft:
     failures: dict[int, str] = field(default_factory=dict)
     """Index into `groups` -> reason, for drafters that raised or proposed invalid log-probabilities; their requests got
     roots."""
+    starved: list[int] = field(default_factory=list)
+    """Those of the groups for which there was no memory: no fault of their drafters."""
     context_rows: int = 0
     longest_context: int | None = None
     """Rows of the request with most of them; None: not told."""

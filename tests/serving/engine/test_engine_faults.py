@@ -131,3 +131,36 @@ def test_proposals_of_a_wrong_form_cost_the_drafter_only(how: str, num_requests:
 
     engine = make_engine(WrongDrafter(num_slots=3))
     assert run(engine, num_requests) == answers()[:num_requests]
+
+
+@pytest.mark.parametrize("where", ["propose", "ingest"])
+def test_where_there_is_no_memory_to_draft_for_the_longest_the_others_are_drafted_for(
+    where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Hungry(RepeatDrafter):
+        def propose(self, inputs):
+            self.look(inputs, "propose")
+            return super().propose(inputs)
+
+        def ingest(self, inputs):
+            self.look(inputs, "ingest")
+            super().ingest(inputs)
+
+        def look(self, inputs, place):
+            if where == place and int(inputs.context_lens.max()) > 60:  # all others are padded to it
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+    engine = make_engine(Hungry(num_slots=3))
+    prompts = [*PROMPTS, tuple(i % 60 for i in range(70))]
+    events: list[list[RoundEvent]] = [[] for _ in prompts]
+    for i, own in enumerate(events):
+        params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+        engine.submit(GenerationRequest(request_id=f"r{i}", prompt_token_ids=prompts[i], params=params), own.append)
+    while engine.step():
+        engine.check_integrity()
+    texts = [[t for e in own for t in e.token_ids] for own in events]
+    assert texts == [greedy_continuation(TARGET, list(p), 12) for p in prompts]
+    drafted = [own[-1].stats.num_draft_tokens for own in events]
+    assert engine.stats()["drafter_failures"] == {}, "it is no fault of the version"
+    assert drafted[0] > 0 < drafted[1] and drafted[2] == 0
+    assert sum("no memory to draft" in r.getMessage() for r in caplog.records) == 1

@@ -123,6 +123,21 @@ def test_draft_rows_are_reserved_only_from_free_pages():
     pages.check_integrity()
 
 
+def test_nobody_is_preempted_for_the_rows_of_anothers_draft():
+    scheduler, pages = make_scheduler(15, chunk=64)
+    requests = [make_request(i, 7, max_tokens=30) for i in range(5)]
+    for r in requests:
+        scheduler.add(r)
+    scheduler.admit()
+    for r in requests:
+        finish_prefill(scheduler, r)
+        r.tokens.append(9)
+        r.context_len += 1
+    assert scheduler.reserve(8) == requests and scheduler.num_preemptions == 0
+    assert all(r.row_capacity >= r.context_len + 1 for r in requests)
+    pages.check_integrity()
+
+
 def test_a_finished_request_cannot_be_preempted():
     scheduler, _ = make_scheduler(8)
     request = make_request(0, 3)
@@ -234,6 +249,18 @@ def test_pages_for_a_better_priority_are_taken_only_if_they_suffice():
     fits = with_priority(3, -1, prompt_len=7)
     scheduler.add(fits)
     assert scheduler.admit() == [fits] and worse.status is RequestStatus.PREEMPTED and same in scheduler.active
+    pages.check_integrity()
+
+
+def test_nobody_is_preempted_for_a_place_whose_pages_are_not_there():
+    scheduler, pages = make_scheduler(8, max_running=2, priority_aging_s=30.0)
+    better, worse = with_priority(0, -1, prompt_len=15), with_priority(1, 1, prompt_len=3)
+    for r in (better, worse):
+        scheduler.add(r)
+    assert scheduler.admit() == [better, worse]
+    scheduler.add(with_priority(2, 0, prompt_len=19))
+    assert scheduler.admit() == [] and scheduler.num_preemptions == 0
+    assert scheduler.active == [better, worse]
     pages.check_integrity()
 
 
