@@ -74,14 +74,16 @@ def gross_saving_s(answers: list[Answer]) -> float | None:
 
 
 def own_version_s(answers: list[Answer], first_version: str, began: float) -> float | None:
-    """Seconds from a phase's beginning to its first adaptive answer by another version than the first; None: there was none.
+    """Seconds from a phase's beginning to its first adaptive answer by a version of its own; None: there was none.
 
-    A class with less than MAIN_SHARE of the phase's requests is another phase's, of which some look alike.
+    Its own are those, but the first, that answered for a class with MAIN_SHARE of the phase's requests: smaller classes are
+    another phase's, of which some look alike, or parts of this one.
     """
     sizes = Counter(a.traffic_class for a in answers)
     main = {name for name, count in sizes.items() if count >= MAIN_SHARE * len(answers)}
-    adaptive = [a for a in answers if a.group == Group.ADAPTIVE and a.traffic_class in main]
-    return min((a.ended - began for a in adaptive if a.drafter_version != first_version), default=None)
+    adaptive = [a for a in answers if a.group == Group.ADAPTIVE]
+    own = {a.drafter_version for a in adaptive if a.traffic_class in main} - {first_version}
+    return min((a.ended - began for a in adaptive if a.drafter_version in own), default=None)
 
 
 @dataclass(slots=True)

@@ -403,6 +403,14 @@ def test_the_ledger_says_what_it_would_be_with_the_trainers_core_counted_in_full
     assert "trainer" not in line
 
 
+def test_a_phases_own_version_is_that_of_its_main_class_in_whatever_class_it_answers_first():
+    sent = [("~class-8", "other", 10.2), ("~class-9", "own", 10.5), *[("~class-2", "own", 12.0 + i) for i in range(9)]]
+    answers = [_answer(Group.ADAPTIVE, traffic_class=c, version=v, ended=t) for c, v, t in sent]
+    assert own_version_s(answers, "v", 10.0) == pytest.approx(0.5)
+    assert own_version_s(answers[:1] + answers[2:], "v", 10.0) == pytest.approx(2.0)
+    assert own_version_s(answers, "own", 10.0) is None
+
+
 def test_the_closing_sentence_tells_what_was_learned_what_came_back_and_what_was_declined():
     sent = (
         ("A", "tools", "~class-1", "v", 3.0),
