@@ -9,7 +9,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NamedTuple, Protocol
@@ -110,6 +110,8 @@ class OneDrafterDriver:
     clock: Clock
     held: IO[bytes]
     """What `hold` gave for the folder; `stop` closes it."""
+    on_pause: Callable[[float], None] = lambda ms: None
+    """Is told of every exchange between two windows: ms without a step."""
     _desired: DesiredState | None = None
     _live: str = ""
     _loaded: str = ""
@@ -221,7 +223,8 @@ class OneDrafterDriver:
             return
         if time.monotonic() < self._retry_at or (version not in self._staged and not self.stage(version)):
             return
-        self._serve(group, version)
+        if pause_ms := self._serve(group, version):
+            self.on_pause(pause_ms)
 
     # ---- EngineDriver
     @property

@@ -395,6 +395,7 @@ class SglangReplica:
     def start(self) -> SglangReplica:
         self._publisher.start()
         self._watcher = self._start()
+        self._driver.on_pause = self._watcher.note_pause
         self._driver.start()
         return self
 

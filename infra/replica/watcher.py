@@ -341,6 +341,10 @@ class ReplicaWatcher:
         self._engine_breaker.succeeded()
         return True
 
+    def note_pause(self, pause_ms: float) -> None:
+        """Report an exchange of drafters that was no order's, as between two windows of time. Any thread."""
+        self._pauses_ms.append(pause_ms)
+
     def _note_swap(self, seconds: float, *, version: str, **attributes: Any) -> None:
         if self._deeds is not None:
             self._deeds.record_deed("swap", seconds, {"drafter_version": version, **attributes})

@@ -86,6 +86,7 @@ class PacelineEndpoint:
             start_agent, driver, settings.redis_url, Keys(settings.service), replica_id=settings.replica_id,
             target_version=target_version, feedback=engine, clock=clock,
         )  # fmt: skip
+        driver.on_pause = self._watcher.note_pause
         engine_client.paceline_agent = (engine, self._watcher)
         driver.start()
 

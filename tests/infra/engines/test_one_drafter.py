@@ -251,6 +251,15 @@ def test_a_canary_that_is_ordered_again_is_not_refused_for_what_happened_to_the_
     assert driver.failures() == {}
 
 
+def test_pauses_between_windows_are_told(driver, engine, drafters):
+    told = []
+    driver.on_pause = told.append
+    go_live(driver, drafters, drafters.other, holdback_percent=100)
+    driver.follow_window()
+    driver.follow_window()
+    assert told == [12.0] and engine.label == (Group.STATIC, drafters.first)
+
+
 def test_an_end_leaves_the_live_version_not_what_the_window_tried(driver, engine, drafters):
     go_live(driver, drafters, drafters.other, holdback_percent=100)
     driver.follow_window()
