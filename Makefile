@@ -90,7 +90,7 @@ lint: $(VENV)/.ready
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(PY) tests/helpers/link_tree.py .mypy_tree
-	cd .mypy_tree && ../$(PY) -m mypy --config-file ../pyproject.toml -p paceline
+	cd .mypy_tree && ../$(PY) -m mypy --config-file ../pyproject.toml -p paceline -p paceline_vllm
 
 package: $(VENV)/.ready
 	$(PY) -m build --no-isolation --outdir dist

@@ -17,4 +17,5 @@ class PacelineServer(LLMServer):
 
     async def start(self) -> None:
         await super().start()
-        await PacelineEndpoint().init_state(self.engine._engine_client, None, Namespace())
+        client = self.engine._engine_client  # type: ignore[union-attr]  # vLLM's, which `start` has made
+        await PacelineEndpoint().init_state(client, None, Namespace())

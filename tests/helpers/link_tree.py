@@ -1,10 +1,11 @@
-"""Build a folder of links in which mypy sees one regular package: `python tests/helpers/link_tree.py TREE`."""
+"""Build a folder of links in which mypy sees one regular package and vLLM's plugin: `python tests/helpers/link_tree.py TREE`."""
 
 import shutil
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+PLUGIN = "paceline_vllm"
 FOLDERS = ("kernels", "serving", "bandit", "adapt", "infra", "bench")
 
 
@@ -23,6 +24,9 @@ def build(tree: Path) -> None:
             place = package / module.relative_to(ROOT)
             place.parent.mkdir(parents=True, exist_ok=True)
             place.symlink_to(module)
+    (tree / PLUGIN).mkdir()
+    for module in (ROOT / "plugins" / PLUGIN).glob("*.py"):
+        (tree / PLUGIN / module.name).symlink_to(module)
 
 
 if __name__ == "__main__":
