@@ -234,6 +234,8 @@ class Scheduler:
         self.num_hit_rows = 0
         self._blocked: tuple[RunningRequest, int, int, int] | None = None
         """The first of the queue when it last found no room, with what it found: see `_is_still_blocked`."""
+        self._blocked_by: tuple[int, frozenset[str]] = (0, frozenset())
+        """`generation` and the tenants then."""
         self.generation = 0
         """Grows whenever the set of active requests, a status or a page table changes."""
 
@@ -266,6 +268,7 @@ class Scheduler:
                 self._pages.release(request.request_id)
                 # Preemptions that were not enough are followed by others in the next round.
                 self._blocked = (request, *self._room()) if len(self.active) == num_active else None
+                self._blocked_by = (self.generation, frozenset(self._tenants()))
                 break
             self._blocked = None
             is_covered = self._grow(request, num_rows)
@@ -397,9 +400,10 @@ class Scheduler:
         """
         if self._blocked is None or self._blocked[0] is not request:
             return False
-        if len(self._num_active.keys() | {request.request.tenant}) > 1:
-            return False  # what others take may make them give way
         _, num_free, num_active, num_cached = self._blocked
+        if len(self._num_active.keys() | {request.request.tenant}) > 1:  # what others take may make them give way
+            now = (self.generation, frozenset(self._tenants()))
+            return now == self._blocked_by and self._room() == (num_free, num_active, num_cached)
         now_free, now_active, now_cached = self._room()
         return now_free <= num_free and now_active >= max(num_active, 1) and now_cached == num_cached
 

@@ -349,12 +349,13 @@ def test_a_blocked_request_looks_for_its_prefix_once_per_change_that_can_make_ro
     pages.check_integrity()
 
 
-@example(9, [("add", 0), ("add", 8), ("add", 1), ("add", 15), ("add", 0)])  # preemptions in two rounds for one request
+@example(9, 1, [("add", 0), ("add", 8), ("add", 1), ("add", 15), ("add", 0)])  # preemptions in two rounds for one request
 @given(
     st.integers(5, 14),
+    st.integers(1, 3),
     st.lists(st.tuples(st.sampled_from(["add", "step", "step", "step", "end"]), st.integers(0, 40)), max_size=60),
 )
-def test_nothing_is_admitted_later_for_looking_less_often(num_pages, operations):
+def test_nothing_is_admitted_later_for_looking_less_often(num_pages, num_tenants, operations):
     """Two schedulers through the same requests, one of which looks in every round."""
     pair = [make_sharing(kind, num_pages, priority_aging_s=1.0) for kind in (Scheduler, Forgetful)]
     for i, (name, value) in enumerate(operations):
@@ -362,7 +363,9 @@ def test_nothing_is_admitted_later_for_looking_less_often(num_pages, operations)
         for scheduler, pages in pair:
             if name == "add":
                 request = make_request(i, 1 + value % (PAGE * num_pages // 2), max_tokens=6)
-                request.request = dataclasses.replace(request.request, priority=value % 3)
+                request.request = dataclasses.replace(
+                    request.request, priority=value % 3, tenant=f"t{value % num_tenants}"
+                )
                 scheduler.add(request)
             elif name == "end" and scheduler.active:
                 scheduler.remove(scheduler.active[value % len(scheduler.active)], RequestStatus.FINISHED)
