@@ -265,9 +265,8 @@ class Engine:
         limits = None
         if has_limits(params):
             limits = TokenLimits(
-                params, prompt_len=len(prompt), stop_token_ids=stops, vocab_size=self.target.vocab_size,
-                device=self.target.device,
-            )  # fmt: skip
+                params, prompt_len=len(prompt), stop_token_ids=stops, vocab_size=self.target.vocab_size
+            )
         checker = None
         if params.stop:
             checker = StopStringChecker(
@@ -282,7 +281,7 @@ class Engine:
             token_limit=token_limit,
             stop_token_ids=stops,
             stop_checker=checker,
-            counts=TokenCounts(prompt, self.target.vocab_size, self.target.device) if has_penalties(params) else None,
+            counts=TokenCounts(prompt, self.target.vocab_size) if has_penalties(params) else None,
             submitted_s=self._clock.now(),
             grammar=grammar,
             limits=limits,
@@ -335,6 +334,9 @@ class Engine:
         for request in admitted:
             if request.status is not RequestStatus.PREFILL:  # it gave way to one that was admitted behind it
                 continue
+            request.move_to(
+                self.target.device
+            )  # not where it is submitted: the caller would wait for the round that runs
             if request.admitted_s is None:
                 request.admitted_s = self._clock.now()
                 self.queue_times.observe(request.admitted_s - request.submitted_s)

@@ -123,6 +123,12 @@ class RunningRequest:
             if self.stop_checker is not None:
                 self.stop_checker.first_match(resumed)
 
+    def move_to(self, device: torch.device) -> None:
+        """Have what is drawn with on the device."""
+        for part in (self.counts, self.limits):
+            if part is not None:
+                part.move_to(device)
+
     @property
     def request_id(self) -> str:
         return self.request.request_id

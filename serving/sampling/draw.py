@@ -32,10 +32,14 @@ class TokenCounts:
     repetition_penalty looks at prompt and output, presence and frequency penalties at the output only.
     """
 
-    def __init__(self, prompt_token_ids: Sequence[int], vocab_size: int, device: torch.device | str = "cpu") -> None:
-        self.is_in_prompt = torch.zeros(vocab_size, dtype=torch.bool, device=device)  # (V,)
-        self.is_in_prompt[torch.as_tensor(list(prompt_token_ids), dtype=torch.int64, device=device)] = True
-        self.num_in_output = torch.zeros(vocab_size, dtype=torch.float32, device=device)  # (V,)
+    def __init__(self, prompt_token_ids: Sequence[int], vocab_size: int) -> None:
+        self.is_in_prompt = torch.zeros(vocab_size, dtype=torch.bool)  # (V,)
+        self.is_in_prompt[torch.as_tensor(list(prompt_token_ids), dtype=torch.int64)] = True
+        self.num_in_output = torch.zeros(vocab_size, dtype=torch.float32)  # (V,)
+
+    def move_to(self, device: torch.device | str) -> None:
+        """Be on a device from now on; made on the host."""
+        self.is_in_prompt, self.num_in_output = self.is_in_prompt.to(device), self.num_in_output.to(device)
 
     def add(self, token_ids: Iterable[int]) -> None:
         """Count emitted output tokens (call for every emitted token, the newest anchor included)."""
@@ -60,7 +64,6 @@ class TokenLimits:
         prompt_len: int,
         stop_token_ids: Collection[int],
         vocab_size: int,
-        device: torch.device | str = "cpu",
     ) -> None:
         """stop_token_ids: all that end the answer; not drawn before it has min_tokens.
 
@@ -87,8 +90,12 @@ class TokenLimits:
         self._newest: list[int] = []  # of the output, as far back as the bans look
         self.until = prompt_len + params.min_tokens
         """Position of the first output token that may end the answer."""
-        self.always = always.to(device)  # (V,) bool
-        self.early = early.to(device)  # (V,) bool, before `until`
+        self.always = always  # (V,) bool
+        self.early = early  # (V,) bool, before `until`
+
+    def move_to(self, device: torch.device | str) -> None:
+        """Be on a device from now on; made on the host."""
+        self.always, self.early = self.always.to(device), self.early.to(device)
 
     def add(self, token_ids: Sequence[int]) -> None:
         """Note emitted output tokens (call for every one of them, the newest anchor included)."""
