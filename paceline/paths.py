@@ -23,6 +23,8 @@ from paceline.errors import ConfigError
 
 BUNDLED_TARGET = "target"
 DATA_DIR = "~/.cache/paceline"
+NOTED_BYTES = 2**28
+"""Targets from here on have their hash noted below DATA_DIR: reading less takes under a second."""
 """Where services keep what outlives their processes."""
 TRACES, REGISTRY, LEARNERS = "traces", "registry", "learners"
 """Folders of one service, below `service_home`."""
@@ -148,7 +150,8 @@ def _smollm2_file() -> Path:
 def model_version(path: Path) -> str:
     """First 16 hex digits of sha256 over a GGUF file, or over a folder's config.json, weights and tokenizer.json.
 
-    Files that look as they did are not read again by this process: a large target takes minutes.
+    Files that look as they did are not read again by this process, nor large ones by others of this user: a large target
+    takes minutes, and a burst of training has seconds.
     """
     parts = (
         [path]
@@ -162,12 +165,22 @@ def model_version(path: Path) -> str:
 @functools.lru_cache(maxsize=64)
 def _hashed(files: tuple[tuple[Path, int, int, int, int], ...]) -> str:
     """Of files, in order, by path, inode, size and times."""
+    is_large, note = sum(size for _, _, size, *_ in files) >= NOTED_BYTES, None
+    with contextlib.suppress(OSError, RuntimeError):  # no home
+        note = Path(DATA_DIR).expanduser() / "versions" / hashlib.sha256(repr(files).encode()).hexdigest()
+        if is_large and re.fullmatch(r"[0-9a-f]{16}", found := note.read_text()):
+            return found
     digest = hashlib.sha256()
     for part, *_ in files:
         with part.open("rb") as file:
             while chunk := file.read(1 << 20):
                 digest.update(chunk)
-    return digest.hexdigest()[:16]
+    version = digest.hexdigest()[:16]
+    if is_large and note is not None:
+        with contextlib.suppress(OSError):  # it is read again, then
+            note.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_atomic(note, version)
+    return version
 
 
 def default_drafter(model: str) -> str:

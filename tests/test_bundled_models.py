@@ -195,3 +195,24 @@ def test_a_target_is_read_once_until_it_changes(tmp_path, monkeypatch):
     assert model_version(tmp_path) != first
     (tmp_path / "model-1.safetensors").write_text("model-1.safetensors")
     assert model_version(tmp_path) == first
+
+
+def test_a_large_target_is_read_once_by_all_processes(tmp_path, monkeypatch):
+    target, home = tmp_path / "target", tmp_path / "home"
+    target.mkdir()
+    (target / "config.json").write_text("{}")
+    monkeypatch.setattr(paths, "NOTED_BYTES", 2)
+    monkeypatch.setattr(paths, "DATA_DIR", str(home))
+    first = model_version(target)
+    (note,) = (home / "versions").iterdir()
+    assert note.read_text() == first and (home / "versions").stat().st_mode & 0o777 == 0o700
+    note.write_text("0123456789abcdef")  # as another process would find it
+    paths._hashed.cache_clear()
+    assert model_version(target) == "0123456789abcdef"
+    for damaged in ("", "no hash"):
+        note.write_text(damaged)
+        paths._hashed.cache_clear()
+        assert model_version(target) == first
+    paths._hashed.cache_clear()
+    monkeypatch.setattr(paths, "DATA_DIR", "/proc/no-folder")
+    assert model_version(target) == first

@@ -239,7 +239,11 @@ def _run(
     num_rows_before, first, log_evidence = learner.num_rows - burst.num_rows, None, learner.evidence.test.log_evidence
     if is_accepted:
         assert scores is not None, "what surely gains was scored"
-        first = _first_score(job, registry, target, burst, shadow, rng, watch)
+        first = None if watch.should_stop() else _first_score(job, registry, target, burst, shadow, rng, watch)
+        if (
+            learners is not None
+        ):  # before there is a version that could become a base: it scores no text that it has learned
+            learners.note_learned(version, torch.tensor(list(learner.seen), dtype=torch.int64))
         registry.put(
             state,
             **fields,
@@ -297,7 +301,6 @@ def _read(job: TrainJob, store: ShardReader, target: TargetHandles, learner: Lea
 def _hand_on(learners: LearnerStore, key: LearnerKey, version: str, learner: Learner) -> None:
     """Let the learner go on from its snapshot, the next base; where that is taken back, another one begins at the old base:
     what made this one sure is used up."""
-    learners.note_learned(version, torch.tensor(list(learner.seen), dtype=torch.int64))
     learner.rebase()
     learners.save(key._replace(base_version=version), *learner.state())
     learners.drop(key)

@@ -407,7 +407,10 @@ def _write_text(
     held["batch_requests"] = max(1, min(text["batch_requests"], recipe.held_out_tokens // 100))
     goals = [RegenerateConfig(**text), RegenerateConfig(**held)]
     found = [read_state(s) for s in states]
-    if all(f is not None and f["tokens"] >= g.num_tokens for f, g in zip(found, goals, strict=True)):
+    if all(
+        f is not None and f["tokens"] >= g.num_tokens and f["batches"] >= len(f["domains"])
+        for f, g in zip(found, goals, strict=True)
+    ):
         named = list(recipe.domains) or ([_folder_domain(data)] if data is not None else None)
         _check_text(found, goals, handle.version, named)
         return found[0] or {}
