@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from paceline.adapt.data.trace_store import count_rows
 from paceline.errors import TraceError
 from paceline.serving.sampling.request import RequestTrace
 
@@ -45,11 +46,6 @@ class LearningText(NamedTuple):
 def request_digest(request_id: str) -> int:
     """A number of 63 bits that stands for a request id."""
     return int.from_bytes(hashlib.sha256(request_id.encode()).digest()[:8], "big") >> 1
-
-
-def count_rows(traces: Iterable[RequestTrace]) -> int:
-    """Supervised rows: output tokens."""
-    return sum(len(t.token_ids) - t.prompt_len for t in traces)
 
 
 class Features(NamedTuple):
@@ -137,5 +133,5 @@ def _take(traces: Sequence[RequestTrace], num_rows: int) -> list[RequestTrace]:
         if rows >= num_rows:
             break
         out.append(t)
-        rows += len(t.token_ids) - t.prompt_len
+        rows += count_rows([t])
     return out

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +37,22 @@ if TYPE_CHECKING:  # a controller handles no tensor
 log = logging.getLogger(__name__)
 _SUFFIX = ".safetensors"
 _MAX_NAME_CHARS = 200
+
+
+MAX_TRACE_ROWS = 1024
+"""Rows of a request that a learner's step takes: its memory and seconds are bounded by them."""
+
+
+def learned_span(trace: RequestTrace, max_rows: int = MAX_TRACE_ROWS) -> slice:
+    """Tokens of a trace that make at most max_rows rows, some of its output among them: a longer one loses the beginning of its
+    prompt, down to half of max_rows, and then its end."""
+    start = max(0, min(len(trace.token_ids) - 1 - max_rows, trace.prompt_len - 1 - max_rows // 2))
+    return slice(start, min(len(trace.token_ids), start + max_rows + 1))
+
+
+def count_rows(traces: Iterable[RequestTrace]) -> int:
+    """Supervised rows: the output tokens of their `learned_span`; what is cut off teaches nothing and is counted nowhere."""
+    return sum(learned_span(t).stop - t.prompt_len for t in traces)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +159,7 @@ class TraceStore:
                 "extra": [t.extra for t in traces],
             },
         )
-        num_rows = sum(len(t.token_ids) - t.prompt_len for t in traces)
+        num_rows = count_rows(traces)
         parts = (f"{int(created * 1e6):016d}", str(num_rows), _quote(versions.pop()), uuid.uuid4().hex[:8])
         shard_id = "_".join((*parts, quote(bucket, safe="")))
         if len(shard_id) > _MAX_NAME_CHARS:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
+from paceline.adapt.data.trace_store import learned_span
 from paceline.serving.sampling.request import RequestTrace
 
 _MAX_LOGITS = 2**26
@@ -42,10 +43,10 @@ def collate(
 ) -> RowBatch:
     """Pack traces into one batch.
 
-    Requests longer than max_rows rows lose the beginning of their prompt, down to half of max_rows, and then their end: what
-    teaches is the output, and only distances between rows count.
+    Requests longer than max_rows rows are cut to their `learned_span`: what teaches is the output, and only distances between
+    rows count.
     """
-    spans = [_span(t, max_rows or len(t.token_ids)) for t in traces]
+    spans = [learned_span(t, max_rows or len(t.token_ids)) for t in traces]
     widths = [0 if t.topk_ids is None else int(t.topk_ids.shape[-1]) for t in traces]  # type: ignore[attr-defined]
     rows = [torch.as_tensor(t.features)[span.start : span.stop - 1] for t, span in zip(traces, spans, strict=True)]
     features = pad_sequence(rows, batch_first=True)
@@ -71,12 +72,6 @@ def collate(
         topk_logprobs=topk_logprobs.to(device),
         temperatures=torch.tensor([float(t.temperature) for t in traces], device=device),
     )
-
-
-def _span(trace: RequestTrace, max_rows: int) -> slice:
-    """Tokens of a trace that make at most max_rows rows, some of its output among them."""
-    start = max(0, min(len(trace.token_ids) - 1 - max_rows, trace.prompt_len - 1 - max_rows // 2))
-    return slice(start, min(len(trace.token_ids), start + max_rows + 1))
 
 
 def soft_cross_entropy(logits: torch.Tensor, ids: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,8 @@ from typing import Any
 import msgspec
 import torch
 
-from paceline.adapt.data.learning_text import count_rows, request_digest
+from paceline.adapt.data.learning_text import request_digest
+from paceline.adapt.data.trace_store import MAX_TRACE_ROWS, count_rows
 from paceline.adapt.families.family import at_least
 from paceline.adapt.families.low_rank import add_factors
 from paceline.adapt.families.target_handle import TargetTables
@@ -36,7 +37,6 @@ AVERAGED_STEPS = UNSCORED_REQUESTS
 """Steps whose weights make the mean, about: a decaying mean, plain while the learner is younger."""
 MAX_SEEN = 65_536
 """Requests that a learner remembers to have read: more than an order hands over."""
-MAX_TRACE_ROWS = 1024
 _BETA_FACTOR = 40.0
 """Learning rate of the calibration scalars over that of the weights; a learner has few steps to settle them."""
 

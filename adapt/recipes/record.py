@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paceline.adapt.data.learning_text import count_rows
+from paceline.adapt.data.trace_store import count_rows
 from paceline.adapt.recipes.learning_curve import CURVE_FILE
 from paceline.paths import write_atomic
 from paceline.serving.sampling.request import RequestTrace

@@ -21,14 +21,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from paceline.adapt.data.learning_text import count_rows
-from paceline.adapt.data.trace_store import TraceStore
+from paceline.adapt.data.trace_store import MAX_TRACE_ROWS, TraceStore, count_rows
 from paceline.adapt.families.target_handle import TargetTables
 from paceline.adapt.families.training import TrainingRun, training_family, warmup_cosine
 from paceline.adapt.gate.gate import pooled_acceptance_length
 from paceline.adapt.gate.shadow import shadow_scores
 from paceline.adapt.online.burst import Burst
-from paceline.adapt.online.learner import MAX_TRACE_ROWS, Learner, max_rate, select_parameters
+from paceline.adapt.online.learner import Learner, max_rate, select_parameters
 from paceline.adapt.online.trainer import ShadowConfig
 from paceline.bench.common.engine_run import encode, load_target, set_threads
 from paceline.bench.common.result_file import keep_settings, plain_values, write_json

@@ -3,7 +3,8 @@
 import numpy as np
 import torch
 
-from paceline.adapt.data.learning_text import Features, count_rows, load_learning_text, request_digest
+from paceline.adapt.data.learning_text import Features, load_learning_text, request_digest
+from paceline.adapt.data.trace_store import count_rows
 from paceline.errors import TraceError
 from paceline.serving.sampling.request import RequestTrace
 

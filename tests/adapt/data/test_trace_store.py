@@ -1,11 +1,14 @@
 """Trace shards: round trip, atomic writes, listing, limits, damage."""
 
+import dataclasses
 import os
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from paceline.adapt.data.trace_store import TraceStore
+from paceline.adapt.data.trace_store import MAX_TRACE_ROWS, TraceStore, count_rows, learned_span
 from paceline.errors import TraceError
 from paceline.machine import ManualClock
 from paceline.names import is_class, own_bucket
@@ -51,6 +54,16 @@ def test_listing_is_oldest_first_and_filters_by_bucket(tmp_path):
     assert [s.bucket for s in shards] == ["math", "odd/na_me", "math"]
     assert [s.shard_id for s in store.list_shards("math")] == [ids[0], ids[2]]
     assert shards[1].num_rows == 5 and shards[1].created == 1001.5 and shards[1].target_version == "abc_1"
+
+
+@given(st.integers(1, 3 * MAX_TRACE_ROWS), st.integers(1, 3 * MAX_TRACE_ROWS))
+def test_rows_are_those_that_a_step_takes(prompt_len, num_outputs):
+    trace = make_trace()
+    trace = dataclasses.replace(trace, token_ids=[1] * (prompt_len + num_outputs), prompt_len=prompt_len)
+    span, rows = learned_span(trace), count_rows([trace])
+    assert span.stop - span.start - 1 <= MAX_TRACE_ROWS and span.start < prompt_len < span.stop
+    assert rows == span.stop - prompt_len >= min(num_outputs, MAX_TRACE_ROWS // 2)
+    assert (rows == num_outputs) == (span.stop == prompt_len + num_outputs)
 
 
 def test_every_bucket_of_every_tenant_has_shards(tmp_path):

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 import torch
 
+from paceline.adapt.data.trace_store import MAX_TRACE_ROWS
 from paceline.adapt.families.target_handle import TargetTables
 from paceline.adapt.online.learner import (
     AVERAGED_STEPS,
     MAX_SEEN,
-    MAX_TRACE_ROWS,
     WARMUP_STEPS,
     Learner,
     is_rehearsed,
@@ -98,6 +98,12 @@ def test_a_request_whose_prompt_is_longer_than_a_batch_teaches():
     )
     report = learner.learn(trace)
     assert report.rows == 40 and report.nll > 0
+
+
+def test_of_a_long_answer_what_is_learned_is_booked():
+    learner = make_learner()
+    reports = [learner.learn(make_trace(1, num_outputs=n)) for n in (MAX_TRACE_ROWS + 500, MAX_TRACE_ROWS, 20)]
+    assert learner.num_rows == sum(r.rows for r in reports) < 2 * MAX_TRACE_ROWS + 20
 
 
 def test_a_delta_leaves_the_base_alone_and_serves_as_its_factors_say():
