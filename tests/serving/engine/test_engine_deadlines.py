@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from paceline.config import EngineConfig
+from paceline.errors import EngineStoppedError
 from paceline.machine import ManualClock
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.engine.engine import Engine
@@ -56,9 +59,9 @@ def test_a_drain_finishes_the_queue_and_keeps_deadlines():
     late: list = []
     params = SamplingParams(temperature=0.0, max_tokens=4)
     engine.submit(GenerationRequest(request_id="late", prompt_token_ids=(5,), params=params, deadline_s=1.0, priority=9), late.append)  # fmt: skip
-    assert not engine.is_draining
     engine.close_inbox("shutting down")
-    assert engine.is_draining
+    with pytest.raises(EngineStoppedError, match="shutting down"):
+        engine.submit(GenerationRequest(request_id="refused", prompt_token_ids=(5,), params=params), late.append)
     engine.step()
     clock.advance(2.0)
     finish(engine)

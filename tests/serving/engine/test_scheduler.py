@@ -349,7 +349,9 @@ def test_a_blocked_request_looks_for_its_prefix_once_per_change_that_can_make_ro
     pages.check_integrity()
 
 
-@example(9, 1, [("add", 0), ("add", 8), ("add", 1), ("add", 15), ("add", 0)])  # preemptions in two rounds for one request
+@example(
+    9, 1, [("add", 0), ("add", 8), ("add", 1), ("add", 15), ("add", 0)]
+)  # preemptions in two rounds for one request
 @given(
     st.integers(5, 14),
     st.integers(1, 3),
