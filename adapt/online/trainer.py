@@ -239,10 +239,8 @@ def _run(
     num_rows_before, first, log_evidence = learner.num_rows - burst.num_rows, None, learner.evidence.test.log_evidence
     if is_accepted:
         assert scores is not None, "what surely gains was scored"
-        first = None if watch.should_stop() else _first_score(job, registry, target, burst, shadow, rng, watch)
-        if (
-            learners is not None
-        ):  # before there is a version that could become a base: it scores no text that it has learned
+        first = _first_score(job, registry, target, burst, shadow, rng, watch)
+        if learners is not None:  # before it could become a base: none is scored on text that it has learned
             learners.note_learned(version, torch.tensor(list(learner.seen), dtype=torch.int64))
         registry.put(
             state,
@@ -354,6 +352,8 @@ def _first_score(
     base_scores = [score for _, score in recent]
     if job.first_version == job.base_version:
         return score_version(job.first_version, base_scores, base_scores, rng)
+    if watch.should_stop():
+        return None
     began = watch.now()
     try:
         drafter = load_version(registry, job.first_version, target, chain=shadow.chain)

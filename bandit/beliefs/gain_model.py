@@ -25,7 +25,8 @@ BUCKET_SD = 0.35
 ARM_SD = 0.2
 """Prior spread of an arm's share, relative to it."""
 MODEL_SD, MODEL_JOBS = 0.12, 2.0
-"""Prior misfit of the curve itself, in units of the share, and how many jobs it weighs as much as."""
+"""Prior misfit of the curve itself, in units of the share, and how many jobs it weighs as much as: `paceline replay tables
+--policies payoff,never --seeds 3` nets 5.1% with 2 and with 5."""
 HISTORY_SHARE, HISTORY_SD = 0.8, 0.25
 """Mean and spread of ARM_SHARE for a job of an earlier service, of which only rows and lengths are recorded."""
 DISCOUNT = 0.93

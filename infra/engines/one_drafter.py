@@ -223,6 +223,8 @@ class OneDrafterDriver:
             return
         if time.monotonic() < self._retry_at or (version not in self._staged and not self.stage(version)):
             return
+        if self._stop.is_set():  # the end leaves the live version; this may have come from a long `stage`
+            return
         if pause_ms := self._serve(group, version):
             self.on_pause(pause_ms)
 

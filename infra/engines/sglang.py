@@ -157,7 +157,7 @@ class SglangEngine:
         """What it serves with; None = an earlier agent's, which is not known."""
         self._checksums: dict[str, str] = {}
         """sha256 of weights that were loaded -> SGLang's own checksum of them."""
-        self._num_odd, self._said = 0, ""
+        self._has_odd, self._said = False, ""
         self._recover()
 
     # ---- weights
@@ -200,10 +200,9 @@ class SglangEngine:
             self._tell(label)
             self._label = (group, version)
             return 0.0
-        body = self._update_of(staged, weight_version("", ""))
-        self._tell(
-            weight_version("", "")
-        )  # nobody's until it is read back; and who starts later sees that one had begun
+        nobodys = weight_version("", "")  # until it is read back; and who starts later sees that one had begun
+        body = self._update_of(staged, nobodys)
+        self._tell(nobodys)
         began = time.perf_counter()
         try:
             self._server.must("/pause_generation", {"mode": "in_place"})  # one whose answer is lost has paused it, too
@@ -317,11 +316,8 @@ class SglangEngine:
             try:
                 self._record(record)
             except (KeyError, TypeError, ValueError, AttributeError) as e:
-                self._num_odd += 1
-                level = logging.WARNING if self._num_odd == 1 else logging.DEBUG
-                log.log(
-                    level, "a record of SGLang at %s is left out, as later ones like it are: %r", self._server.url, e
-                )
+                level, self._has_odd = logging.DEBUG if self._has_odd else logging.WARNING, True
+                log.log(level, "a record of SGLang at %s is left out, as such ones are: %r", self._server.url, e)
         return Looked(self._recent.now(time.monotonic()), self._label)
 
     def _record(self, record: dict[str, Any]) -> None:
@@ -373,16 +369,20 @@ class SglangReplica:
         where = urlsplit(self._server.url)
         self.replica_id = f"sglang-{where.hostname}-{where.port or where.scheme}"
         folder = home / "sglang" / self.replica_id
-        held = hold(folder)  # before it is spoken to: another agent may be in the midst of an exchange
         clock, keys = RedisClock(), Keys(service)
         with producer_client(redis_url) as client:
             clock.try_to_look(client)
         self._publisher = FeedbackPublisher(
             redis_url, keys, replica_id=self.replica_id, target_version=target_version, clock=clock
         )
-        self._engine = SglangEngine(
-            self._server, info, self._publisher, max_stale_tokens=max_stale_tokens, clock=SystemClock()
-        )
+        held = hold(folder)  # before it is told anything: another agent may be in the midst of an exchange
+        try:
+            self._engine = SglangEngine(
+                self._server, info, self._publisher, max_stale_tokens=max_stale_tokens, clock=SystemClock()
+            )
+        except Exception:  # the next try holds it anew
+            held.close()
+            raise
         self._driver = OneDrafterDriver(
             engine=self._engine, facts=self.facts, replica_id=self.replica_id, folder=folder, target=str(target),
             registry=registry, clock=clock, held=held,

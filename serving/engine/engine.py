@@ -334,9 +334,7 @@ class Engine:
         for request in admitted:
             if request.status is not RequestStatus.PREFILL:  # it gave way to one that was admitted behind it
                 continue
-            request.move_to(
-                self.target.device
-            )  # not where it is submitted: the caller would wait for the round that runs
+            request.move_to(self.target.device)  # here: who submits would wait for the round that runs
             if request.admitted_s is None:
                 request.admitted_s = self._clock.now()
                 self.queue_times.observe(request.admitted_s - request.submitted_s)

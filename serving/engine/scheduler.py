@@ -232,10 +232,9 @@ class Scheduler:
         self.num_lookups = 0
         self.num_hits = 0
         self.num_hit_rows = 0
-        self._blocked: tuple[RunningRequest, int, int, int] | None = None
-        """The first of the queue when it last found no room, with what it found: see `_is_still_blocked`."""
-        self._blocked_by: tuple[int, frozenset[str]] = (0, frozenset())
-        """`generation` and the tenants then."""
+        self._blocked: tuple[RunningRequest, tuple[int, int, int], tuple[int, set[str]]] | None = None
+        """The first of the queue when it last found no room, with `_room`, `generation` and the tenants then: see
+        `_is_still_blocked`."""
         self.generation = 0
         """Grows whenever the set of active requests, a status or a page table changes."""
 
@@ -267,8 +266,8 @@ class Scheduler:
             if (is_full or not self._has_room(num_pages)) and not self._make_room(request, num_pages):
                 self._pages.release(request.request_id)
                 # Preemptions that were not enough are followed by others in the next round.
-                self._blocked = (request, *self._room()) if len(self.active) == num_active else None
-                self._blocked_by = (self.generation, frozenset(self._tenants()))
+                around = (self.generation, self._tenants())
+                self._blocked = (request, self._room(), around) if len(self.active) == num_active else None
                 break
             self._blocked = None
             is_covered = self._grow(request, num_rows)
@@ -400,11 +399,10 @@ class Scheduler:
         """
         if self._blocked is None or self._blocked[0] is not request:
             return False
-        _, num_free, num_active, num_cached = self._blocked
+        _, room, around = self._blocked
         if len(self._num_active.keys() | {request.request.tenant}) > 1:  # what others take may make them give way
-            now = (self.generation, frozenset(self._tenants()))
-            return now == self._blocked_by and self._room() == (num_free, num_active, num_cached)
-        now_free, now_active, now_cached = self._room()
+            return (room, around) == (self._room(), (self.generation, self._tenants()))
+        (num_free, num_active, num_cached), (now_free, now_active, now_cached) = room, self._room()
         return now_free <= num_free and now_active >= max(num_active, 1) and now_cached == num_cached
 
     def _has_room(self, num_pages: int) -> bool:

@@ -425,6 +425,18 @@ def test_one_that_was_started_again_gets_its_version_again(double, shared_redis,
             )
 
 
+def test_one_that_went_away_while_its_agent_began_may_be_tried_again(double, shared_redis, keys, drafters, monkeypatch):
+    def away(*_, **__):
+        raise EngineAwayError("it ended meanwhile")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("paceline.infra.engines.sglang.SglangEngine", away)
+        with pytest.raises(EngineAwayError) as kept, running(double, shared_redis.url, keys, drafters):
+            pass
+    with running(double, shared_redis.url, keys, drafters) as replica:
+        assert kept.value and replica.facts.kind == "sglang"
+
+
 def test_another_target_is_refused(double, shared_redis, keys, drafters):
     double.info["model_path"] = "ORG/MODEL"
     with (
