@@ -172,6 +172,8 @@ class RateRule:
             found = self._reentry[key] = _Reentry()
             if len(self._reentry) > _MAX_KEYS:
                 self._reentry.popitem(last=False)
+        else:
+            self._reentry.move_to_end(key)
         return found
 
     def forget(self, version: str) -> None:

@@ -102,6 +102,12 @@ class RoundCosts:
         """Ingesting so many rows of long backlogs."""
         return num_rows * self.ingest_row_s * self.speed
 
+    def catch_up_rows(self, num_prompt_rows: int) -> int:
+        """How many rows of long backlogs take as long as a forward of so many prompt rows; as many, before any was timed."""
+        if self.ingest_row_s <= 0:
+            return num_prompt_rows
+        return max(int(self.verify.seconds(num_prompt_rows) / self.catch_up_s(1)), 1)
+
     def row_s(self, context_rows: int, num_requests: int) -> float:
         """One more row of a verify forward that has a draft node a request already."""
         rows = 2 * num_requests

@@ -195,6 +195,8 @@ class Switch:
         self._sizes: dict[int, _Size] = {}
         self._num_rounds = 1
         """Rounds that the next decision stands for."""
+        self._owed_s = 0.0
+        """Catching up, at calibration speed, of rounds in which nobody could draft yet: the next drafted round answers for it."""
         self._foretold: OrderedDict[tuple[str, str], float] = OrderedDict()
         """(version, bucket) -> acceptance length by exact replay, of which a class knows nothing better yet."""
 
@@ -494,11 +496,13 @@ class Switch:
         if is_whole or not drafted:
             level = math.log(plain_s / self._costs.verify.prior(num_requests, seen.context_rows, num_requests))
             size.note(is_drafted=is_whole, level=level)
+        self._owed_s += seen.catch_up_s / self._costs.speed
         if not drafted:
             return
         plain_s *= math.exp(size.bias)
         # Beyond a plain round, to be shared by the classes
-        extra, is_probed = (seen.round_s + seen.catch_up_s) / plain_s - 1, False
+        extra, is_probed = (seen.round_s + self._owed_s * self._costs.speed) / plain_s - 1, False
+        self._owed_s = 0.0
         for key, rows in drafted.items():
             tokens = 1 + sum(seen.num_accepted_tokens[i] for i in rows) / len(rows)
             nodes = sum(seen.num_nodes[i] for i in rows) / len(rows)

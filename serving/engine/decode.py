@@ -15,7 +15,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,7 +23,7 @@ import torch
 from paceline.contracts import RoundStats
 from paceline.kernels.cpu.trees import copy_rows
 from paceline.serving.budget.stats import DraftKey
-from paceline.serving.drafters.interface import Drafter, DraftInputs
+from paceline.serving.drafters.interface import DraftInputs
 from paceline.serving.drafters.slots import DrafterSlots
 from paceline.serving.drafters.text import TextDrafter
 from paceline.serving.engine.graphed import GraphedRounds, RoundResult
@@ -194,48 +194,45 @@ def mark_ingested(requests: list[RunningRequest], stops: list[int] | None = None
         r.drafted_len = r.context_len if stops is None else stops[i]
 
 
-def is_behind(requests: list[RunningRequest]) -> bool:
-    """Whether the backlog of any is longer than a usual round leaves."""
-    return max(r.context_len - r.drafted_len for r in requests) > MAX_BACKLOG_ROWS
+def is_behind(request: RunningRequest) -> bool:
+    """Whether its backlog is longer than a usual round leaves."""
+    return request.context_len - request.drafted_len > MAX_BACKLOG_ROWS
 
 
 def catch_up(
-    drafter: Drafter,
     requests: list[RunningRequest],
-    slot_table: torch.Tensor,
-    temperatures: torch.Tensor,
-    features: torch.Tensor | None,
     chunk_rows: int,
+    max_rows: int,
+    ingest: Callable[[list[int], list[int]], None],
 ) -> int:
-    """Ingest long backlogs (prompts, rounds without drafting) in chunks; one row per request stays for `propose`.
+    """Ingest long backlogs (prompts, rounds without drafting), the first request's first; one row of each stays for `propose`.
 
     Without it a proposal's time would not be that of a typical round, and the rows of one drafter call would be
-    unbounded. Returns how many rows it took.
+    unbounded.
+
+    Args:
+        chunk_rows: most rows of a call.
+        max_rows: most rows of all calls: all requests of a round wait for them.
+        ingest: takes the indices of some requests and where the next rows of each end.
+    Returns: how many rows were taken.
     """
-    if not is_behind(requests):
-        return 0
-    num_done = 0
-    for rows, stops in backlog_chunks(requests, chunk_rows):
-        own, index = [requests[i] for i in rows], upload(rows, slot_table.device)
-        num_done += sum(stops) - sum(r.drafted_len for r in own)
-        drafter.ingest(draft_inputs(own, slot_table[index], temperatures[index], features, stops))
-        mark_ingested(own, stops)
-    return num_done
-
-
-def backlog_chunks(requests: list[RunningRequest], chunk_rows: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Requests and where the next rows of each end, chunk after chunk; whoever asks for the next has taken the last in."""
-    while True:
-        budget, rows, stops = chunk_rows, list[int](), list[int]()
-        for i, r in enumerate(requests):
-            num_rows = max(0, min(budget, r.context_len - 1 - r.drafted_len))
-            if num_rows:  # the others would be padded to it
-                budget -= num_rows
+    num_done, behind = 0, [i for i, r in enumerate(requests) if is_behind(r)]
+    while num_done < max_rows:
+        room, rows, stops = min(chunk_rows, max_rows - num_done), list[int](), list[int]()
+        for i in behind:  # the others would be padded to them
+            r = requests[i]
+            num_rows = max(0, min(room, r.context_len - 1 - r.drafted_len))
+            if num_rows:
+                room -= num_rows
                 rows.append(i)
                 stops.append(r.drafted_len + num_rows)
         if not rows:
-            return
-        yield rows, stops
+            break
+        own = [requests[i] for i in rows]
+        num_done += sum(stops) - sum(r.drafted_len for r in own)
+        ingest(rows, stops)
+        mark_ingested(own, stops)
+    return num_done
 
 
 @dataclass(slots=True)
@@ -348,21 +345,23 @@ class DecodeRunner:
         by_slot: dict[SlotKey, list[int]],
         prompts: PromptRows | None,
     ) -> RoundResult | None:
-        requests, groups = batch.requests, []
+        requests, groups, slots = batch.requests, [], []
         if self._is_apart:  # a drafter has one set of staged numbers
             return None
         for (slot, _), rows in by_slot.items():
             drafter = self._slots.drafter(slot)
-            if drafter is None or not self._has_caught_up(batch, slot, rows):
+            if drafter is None:
                 return None
-            groups.append((drafter, rows))
+            if own := self._caught_up(batch, slot, rows):
+                groups.append((drafter, own))
+                slots.append(slot)
         found = graphed.run(
             requests, batch.sampling, groups, keys, prompts, has_new_rows=batch.staged != self._scheduler.generation
         )
         if found is None:
             return None
         batch.staged = self._scheduler.generation
-        self._note_drafted(batch, found.draft, [slot for slot, _ in by_slot], list(by_slot.values()))
+        self._note_drafted(batch, found.draft, slots, [rows for _, rows in groups])
         return found
 
     def _run_eagerly(
@@ -599,7 +598,7 @@ class DecodeRunner:
             return False
         if not isinstance(drafter, TextDrafter):
             return True
-        if request.context_len - request.drafted_len > MAX_BACKLOG_ROWS:
+        if is_behind(request):
             return True  # takes it in first
         try:
             may_draft = drafter.expects(request.request_id, request.tokens, request.request.tenant)
@@ -611,12 +610,12 @@ class DecodeRunner:
         return may_draft
 
     def _group(self, batch: _Batch, slot: str, rows: list[int], table: torch.Tensor) -> DraftGroup | None:
-        """Inputs of one drafting pass; None when the drafter fails while it catches up."""
+        """Inputs of one drafting pass; None while the drafter catches up with all of them, or when it fails there."""
         drafter = self._slots.drafter(slot)
         assert drafter is not None
-        requests = [batch.requests[i] for i in rows]
-        if not self._has_caught_up(batch, slot, rows):
+        if not (rows := self._caught_up(batch, slot, rows)):
             return None
+        requests = [batch.requests[i] for i in rows]
         features = self._kv.features if drafter.caps.needs_features else None
         inputs = draft_inputs(requests, *self._of(batch, rows, table), features)
         return DraftGroup(drafter=drafter, inputs=inputs, rows=rows)
@@ -637,41 +636,41 @@ class DecodeRunner:
         index = upload(rows, table.device)
         return table[index], temperatures[index]
 
-    def _has_caught_up(self, batch: _Batch, slot: str, rows: list[int]) -> bool:
-        """Bring a slot's drafter to a usual round's backlog; False when it fails on the way."""
+    def _caught_up(self, batch: _Batch, slot: str, rows: list[int]) -> list[int]:
+        """Those of a slot's requests with a usual round's backlog, when its drafter has taken in what a round may of longer
+        ones: as much as takes no longer than a chunk of a prompt. None of them when it fails on the way."""
         drafter = self._slots.drafter(slot)
         assert drafter is not None
         requests = [batch.requests[i] for i in rows]
         features = self._kv.features if drafter.caps.needs_features else None
         if drafter.caps.needs_features and features is None:
             self._slots.mark_failed(slot, "it needs tapped hidden states, which this engine does not keep")
-            return False
-        if not is_behind(requests):
-            return True
-        start, longest = self._timer(), max(r.context_len for r in requests)
-        chunk_rows = self._graphed.ingest_rows(drafter, rows, longest) if self._graphed is not None else 0
-        try:
-            if self._graphed is not None and chunk_rows:
-                for chosen, stops in backlog_chunks(requests, min(chunk_rows, self._chunk_rows)):
-                    own = [requests[i] for i in chosen]
-                    self._num_catch_up_rows += sum(stops) - sum(r.drafted_len for r in own)
-                    self._graphed.ingest(drafter, batch.requests, [rows[i] for i in chosen], stops)
-                    mark_ingested(own, stops)
+            return []
+        if not any(map(is_behind, requests)):
+            return rows
+        start, graphed, longest = self._timer(), self._graphed, max(r.context_len for r in requests)
+        graph_rows = 0 if graphed is None else graphed.ingest_rows(drafter, rows, longest)
+        chunk_rows = min(graph_rows, self._chunk_rows) if graph_rows else self._chunk_rows
+        max_rows = self._policy.budget.costs.catch_up_rows(max(self._chunk_rows, MAX_BACKLOG_ROWS))
+
+        def ingest(chosen: list[int], stops: list[int]) -> None:
+            own = [rows[i] for i in chosen]
+            if graphed is not None and graph_rows:
+                graphed.ingest(drafter, batch.requests, own, stops)
             else:
-                index, table = upload(rows, self._target.device), self._table(batch)
-                width = max(r.context_len for r in batch.requests)
-                self._num_catch_up_rows += catch_up(
-                    drafter, requests, table[index, :width], self._sampling(batch).temperatures[index], features,
-                    self._chunk_rows,
-                )  # fmt: skip
+                table, temperatures = self._of(batch, own, self._table(batch)[:, :longest])
+                drafter.ingest(draft_inputs([requests[i] for i in chosen], table, temperatures, features, stops))
+
+        try:
+            self._num_catch_up_rows += catch_up(requests, chunk_rows, max_rows - self._num_catch_up_rows, ingest)
         except torch.OutOfMemoryError:
             self._starve(requests)
-            return False
+            return []
         except Exception as e:  # a broken drafter costs speed, never a request
             self._slots.mark_failed(slot, f"ingest raised {type(e).__name__}: {e}")
-            return False
+            return []
         self._catch_up_s += self._timer() - start
-        return True
+        return [i for i in rows if not is_behind(batch.requests[i])]
 
     # ---- after the verify forward -------------------------------------------------------------------------------
     def _finish_round(self, batch: _Batch, found: RoundResult, start: float, model_s: float, verify_s: float) -> None:

@@ -34,11 +34,12 @@ class ScoreCalibration:
     def _of(self, key: DraftKey | None, num_slots: int) -> KeySums:
         if key is None:
             return KeySums(num_slots, NUM_RANK_CLASSES)
-        sums = self._sums.get(key)
+        sums = self._sums.pop(key, None)
         if sums is None or sums.blocks.shape[2] != num_slots:
-            sums = self._sums[key] = KeySums(num_slots, NUM_RANK_CLASSES)
-            if len(self._sums) > self.MAX_KEYS:
-                self._sums.pop(next(iter(self._sums)))
+            sums = KeySums(num_slots, NUM_RANK_CLASSES)
+        self._sums[key] = sums  # the latest one last
+        if len(self._sums) > self.MAX_KEYS:
+            del self._sums[next(iter(self._sums))]
         return sums
 
     def corrections(self, keys: Sequence[DraftKey | None], num_slots: int) -> np.ndarray:

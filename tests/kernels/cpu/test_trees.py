@@ -61,8 +61,11 @@ class Case:
         has_edges = is_product and num_slots > 1 and bool(rng.random() < 0.5)
         kappa = None
         if rng.random() < 0.7:
-            lines = num_requests if rng.random() < 0.5 else 1
-            kappa = rng.normal(0, 0.5, (2, lines, num_slots, NUM_RANK_CLASSES)).clip(-3, 0.5).astype(np.float32)
+            kappa = rng.normal(0, 0.5, (2, num_requests, num_slots, NUM_RANK_CLASSES)).clip(-3, 0.5).astype(np.float32)
+            if rng.random() < 0.5:
+                kappa = kappa[:, :1]
+            elif rng.random() < 0.7:
+                kappa = kappa[:, rng.permutation(num_requests).tolist()]  # as calibrations pick: in another order of memory
             if rng.random() < 0.3:
                 kappa = np.round(kappa * 2) / 2
         settings = {

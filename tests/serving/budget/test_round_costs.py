@@ -68,3 +68,12 @@ def test_whether_to_draft_counts_the_padding_that_drafted_rounds_had():
     more = uneven.round_s(20, 4, 400, 4) - even.round_s(20, 4, 400, 4)
     assert more == pytest.approx(UNEVEN_S + 36 * 214 * PAIR_S, rel=0.15)
     assert uneven.round_s(4, 0, 400, 4) == pytest.approx(even.round_s(4, 0, 400, 4), rel=0.02)
+
+
+def test_a_backlog_may_take_as_long_as_a_forward_of_a_chunk():
+    costs = RoundCosts(CostModel(seconds))
+    assert costs.catch_up_rows(256) == 256, "nothing was timed"
+    costs.ingest_row_s = 1e-4
+    assert costs.catch_up_rows(256) == pytest.approx(costs.verify.seconds(256) / 1e-4, abs=1)
+    costs.ingest_row_s = 1.0
+    assert costs.catch_up_rows(256) == 1, "nobody waits for ever"

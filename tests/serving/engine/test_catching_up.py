@@ -1,11 +1,13 @@
-"""Catching up: a drafter gets every backlog row once, in order, and no request that has none in the call."""
+"""Catching up: a drafter gets every backlog row once, in order, no request that has none in the call, and no round waits for
+more rows than take as long as a chunk of a prompt."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from paceline.serving.engine.decode import MAX_BACKLOG_ROWS, catch_up
+from paceline.serving.engine.decode import MAX_BACKLOG_ROWS, catch_up, draft_inputs, is_behind
+from tests.helpers.engines import FeatureDrafter, Run, greedy, make_engine
 
 
 class RecordingDrafter:
@@ -25,8 +27,9 @@ def request(index, context_len, drafted_len):
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 64, 1000])
+@pytest.mark.parametrize("max_rows", [32, 100, 1000])
 @pytest.mark.parametrize("seed", range(4))
-def test_every_backlog_row_is_ingested_once_and_in_order_by_calls_without_bystanders(chunk_rows, seed):
+def test_every_backlog_row_is_ingested_once_and_in_order_by_calls_without_bystanders(chunk_rows, max_rows, seed):
     g = torch.Generator().manual_seed(seed)
     contexts = torch.randint(1, 90, (6,), generator=g).tolist()
     requests = [request(i, n, int(torch.randint(0, n, (), generator=g))) for i, n in enumerate(contexts)]
@@ -34,7 +37,17 @@ def test_every_backlog_row_is_ingested_once_and_in_order_by_calls_without_bystan
     begun = [r.drafted_len for r in requests]
     table = torch.arange(7 * 100).view(7, 100)
     drafter, temperatures = RecordingDrafter(), torch.arange(7.0)
-    num_rows = catch_up(drafter, requests, table, temperatures, None, chunk_rows)
+
+    def ingest(rows, stops):
+        own = [requests[i] for i in rows]
+        drafter.ingest(draft_inputs(own, table[rows], temperatures[rows], None, stops))
+
+    late, num_rows, num_rounds = [r for r in requests if is_behind(r)], 0, 0
+    while any(map(is_behind, requests)):
+        num_taken = catch_up(requests, chunk_rows, max_rows, ingest)
+        assert 0 < num_taken <= max_rows
+        num_rows, num_rounds = num_rows + num_taken, num_rounds + 1
+        assert not is_behind(late[0]) or num_rounds * max_rows < 90, "the first comes first"
     taken = {r.request_id: [] for r in requests}
     for inputs in drafter.calls:
         counts = inputs.cu_new.diff()
@@ -47,12 +60,25 @@ def test_every_backlog_row_is_ingested_once_and_in_order_by_calls_without_bystan
             assert inputs.new_token_ids[rows].tolist() == (inputs.new_positions[rows] + 1 + 100 * own).tolist()
             assert inputs.temperatures[i] == own
     for r, start in zip(requests, begun, strict=True):
-        assert taken[r.request_id] == list(range(start, r.context_len - 1))
-        assert r.drafted_len == max(start, r.context_len - 1)
-    assert num_rows == sum(map(len, taken.values()))
+        done = r.drafted_len if r in late else start  # what a usual round leaves is the drafting pass's
+        assert taken[r.request_id] == list(range(start, done)) and r.drafted_len == done and not is_behind(r)
+    assert late and num_rows == sum(map(len, taken.values()))
 
 
-def test_short_backlogs_are_left_to_the_drafting_pass():
-    drafter, own = RecordingDrafter(), [request(0, 60, 60 - MAX_BACKLOG_ROWS)]
-    assert catch_up(drafter, own, torch.arange(100)[None], torch.zeros(1), None, 256) == 0
-    assert drafter.calls == [] and own[0].drafted_len == 60 - MAX_BACKLOG_ROWS
+def test_no_round_waits_for_more_backlog_than_takes_as_long_as_a_chunk_of_a_prompt():
+    """A long prompt is caught up with from round to round; meanwhile it decodes plainly and the others draft."""
+    drafter = FeatureDrafter()
+    engine = make_engine(drafter, num_pages=100, prefill_chunk_tokens=40)
+    engine.policy.budget.costs.catch_up_rows = lambda num_prompt_rows: num_prompt_rows
+    short = Run(engine, "short", max_tokens=40)
+    for _ in range(4):
+        engine.step()
+    prompt = tuple(3 + k * k % 60 for k in range(100))
+    long, taken, drafted = Run(engine, "long", prompt, max_tokens=14), [], []
+    while engine.step():
+        num_rows = len(drafter.rows.get("long", ()))
+        taken.append(num_rows - sum(taken) if num_rows else 0)
+        drafted.append("short" in drafter.rows)
+    first, second = [n for n in taken if n][:2]
+    assert first == 40 and 40 < second <= 40 + MAX_BACKLOG_ROWS + 1 and any(drafted)
+    assert short.tokens == greedy(num_tokens=40) and long.tokens == greedy(prompt, 14)
