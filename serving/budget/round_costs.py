@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from paceline.kernels.reference.tree_attention import CALL_PAIRS
 from paceline.serving.budget.cost_model import CostCurve, CostModel, log2_bucket
@@ -79,6 +80,16 @@ class RoundCosts:
             keys=self._skew * context_rows / num_requests,
             max_s=_MAX_PAIRS * pair_s,
         )
+
+    def alone_s(
+        self, verify_s: float, num_rows: int, num_prompt_rows: int, context_rows: int, is_drafted: Sequence[bool]
+    ) -> float:
+        """What the tree rows of a forward that took prompt rows along would have taken alone: what such rows take otherwise,
+        as few of them cost much more than their share by number; that share, before any were timed."""
+        if not self.verify.is_known:
+            return verify_s * num_rows / (num_rows + num_prompt_rows)
+        seconds = self.drafted_verify_s if True in is_drafted else self.verify.seconds
+        return min(seconds(num_rows, context_rows, len(is_drafted)), verify_s)
 
     def aux_s(self, num_drafting: int) -> float:
         """What a round takes outside drafting and verify."""

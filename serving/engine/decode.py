@@ -33,7 +33,7 @@ from paceline.serving.engine.running import RunningRequest, cut_tokens
 from paceline.serving.engine.scheduler import Scheduler
 from paceline.serving.loading.graphs import EngineGraphs
 from paceline.serving.sampling.draw import SamplingBatch
-from paceline.serving.target_model.device import open_span, upload, upload_all
+from paceline.serving.target_model.device import CudaSpan, open_span, upload, upload_all
 from paceline.serving.target_model.kv_cache import KVPool
 from paceline.serving.target_model.model import TargetBatch, TargetModel, TargetOutput, forward_together
 from paceline.serving.trees.policy import TreePolicy
@@ -295,8 +295,8 @@ class DecodeRunner:
         self._rows = RoundRows(kv)
         self._batch: _Batch | None = None
         self._is_apart, self._num_apart = False, 0  # versions of one slot draft apart now, and how often they came to
-        self._catch_up_s = 0.0
-        self._num_catch_up_rows = 0
+        self._catch_up_s, self._num_catch_up_rows = 0.0, 0
+        self._catch_up_spans: list[CudaSpan] = []
         self._commit_s = 0.0
         self.num_rounds = 0
         self.num_rows = 0
@@ -309,8 +309,8 @@ class DecodeRunner:
         """One round for all running requests; every one of them emits at least one token.
 
         Args:
-            prompts: prompt rows that ride along in the forward; their output is returned, and their share of the
-                forward's time, by rows, is no part of the round's statistics.
+            prompts: prompt rows that ride along in the forward; their output is returned, and what the forward takes beyond
+                its tree rows alone is no part of the round's statistics.
         Syncs: one host read of the accepted paths (and what drafters and policy read).
         """
         start = self._timer()
@@ -321,12 +321,14 @@ class DecodeRunner:
             found = self._run_graphed(self._graphed, batch, keys, by_slot, prompts)
         if found is None:
             found = self._run_eagerly(batch, keys, by_slot, text_rows, prompts)
+        self._catch_up_s += sum(span.seconds() for span in self._catch_up_spans)
         draft, model_s, verify_s = found.draft, found.draft.model_s + self._catch_up_s, found.verify_s
         self.num_rows = draft.tree.token_ids.numel()
         if prompts is not None:
-            prompt_s = verify_s * prompts.num_rows / (prompts.num_rows + self.num_rows)
-            verify_s -= prompt_s
-            start += prompt_s
+            context_rows, costs = sum(r.context_len for r in requests), self._policy.budget.costs
+            alone_s = costs.alone_s(verify_s, self.num_rows, prompts.num_rows, context_rows, draft.is_drafted)
+            start += verify_s - alone_s
+            verify_s = alone_s
         self._finish_round(batch, found, start, model_s, verify_s)
         part_s = self.part_s
         build_s = draft.draft_s - draft.model_s
@@ -476,7 +478,7 @@ class DecodeRunner:
     def _wanted(self, batch: _Batch) -> tuple[list[DraftKey | None], dict[SlotKey, list[int]], list[int]]:
         """The round's keys, and the requests that the policy wants drafted: by slot, and those from text."""
         requests = batch.requests
-        self._catch_up_s, self._num_catch_up_rows = 0.0, 0
+        self._catch_up_s, self._num_catch_up_rows, self._catch_up_spans = 0.0, 0, []
         if not batch.has_drafters:
             return batch.keys, {}, []
         if batch.num_resting > 0:
@@ -648,7 +650,8 @@ class DecodeRunner:
             return []
         if not any(map(is_behind, requests)):
             return rows
-        start, graphed, longest = self._timer(), self._graphed, max(r.context_len for r in requests)
+        start, span = self._timer(), open_span(self._target.device)
+        graphed, longest = self._graphed, max(r.context_len for r in requests)
         graph_rows = 0 if graphed is None else graphed.ingest_rows(drafter, rows, longest)
         chunk_rows = min(graph_rows, self._chunk_rows) if graph_rows else self._chunk_rows
         max_rows = self._policy.budget.costs.catch_up_rows(max(self._chunk_rows, MAX_BACKLOG_ROWS))
@@ -669,7 +672,11 @@ class DecodeRunner:
         except Exception as e:  # a broken drafter costs speed, never a request
             self._slots.mark_failed(slot, f"ingest raised {type(e).__name__}: {e}")
             return []
-        self._catch_up_s += self._timer() - start
+        if span is None:
+            self._catch_up_s += self._timer() - start
+        else:  # read behind the round: the host's clock saw only the launches
+            span.close()
+            self._catch_up_spans.append(span)
         return [i for i in rows if not is_behind(batch.requests[i])]
 
     # ---- after the verify forward -------------------------------------------------------------------------------

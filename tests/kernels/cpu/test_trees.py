@@ -65,7 +65,9 @@ class Case:
             if rng.random() < 0.5:
                 kappa = kappa[:, :1]
             elif rng.random() < 0.7:
-                kappa = kappa[:, rng.permutation(num_requests).tolist()]  # as calibrations pick: in another order of memory
+                kappa = kappa[
+                    :, rng.permutation(num_requests).tolist()
+                ]  # as calibrations pick: in another order of memory
             if rng.random() < 0.3:
                 kappa = np.round(kappa * 2) / 2
         settings = {

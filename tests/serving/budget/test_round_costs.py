@@ -77,3 +77,21 @@ def test_a_backlog_may_take_as_long_as_a_forward_of_a_chunk():
     assert costs.catch_up_rows(256) == pytest.approx(costs.verify.seconds(256) / 1e-4, abs=1)
     costs.ingest_row_s = 1.0
     assert costs.catch_up_rows(256) == 1, "nobody waits for ever"
+
+
+def test_a_forward_that_takes_a_prompt_along_teaches_nothing_wrong_of_tree_rows():
+    """Few rows wait for the weights: by number, 5 of 255 would have taken a fiftieth of the time that they take."""
+    costs = RoundCosts(CostModel(seconds))
+    for is_drafted in ([True] * 4, [False] * 4):
+        for _ in range(400):
+            nodes = [4 * d for d in is_drafted]
+            verify_s = costs.alone_s(seconds(4 + sum(nodes) + 250), 4 + sum(nodes), 250, 400, is_drafted)
+            costs.observe(
+                RoundObservation(
+                    keys=[KEY] * 4, is_drafted=is_drafted, num_nodes=nodes, num_accepted_tokens=[0] * 4, context_rows=400,
+                    draft_s=2e-3 * any(is_drafted), verify_s=verify_s, round_s=verify_s + 2.1e-3,
+                )
+            )  # fmt: skip
+        assert costs.speed == pytest.approx(1.0, rel=0.02)
+    unknown = RoundCosts(CostModel())
+    assert unknown.alone_s(1.0, 5, 15, 0, [True]) == 0.25, "by number, before anything was timed"

@@ -252,8 +252,9 @@ def test_rounds_with_prompt_rows_stay_on_the_device(family, temperatures, monkey
     ]
     chunks = -(-70 // CHUNKS["prefill_chunk_tokens"])
     assert all(names.total() + 1 <= MAX_EAGER + 2 * chunks and held == {"cpu": 1} for names, held in behind), behind
-    for names, held in mixed:
-        assert names.total() + 1 <= MAX_EAGER and names["replay"] == 4 and held == {"cpu": 1}, names
+    assert min(names["replay"] for names, _ in mixed) == 4
+    for names, held in mixed:  # up to two more where a drafter still catches up with a prompt
+        assert names.total() + 1 <= MAX_EAGER and 4 <= names["replay"] <= 6 and held == {"cpu": 1}, names
 
 
 FILTERS = ({}, {"top_p": 0.7}, {"top_k": 5, "min_p": 0.05})
