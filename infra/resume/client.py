@@ -349,7 +349,8 @@ class ResumingClient:
 
     async def _next(self, stream: ItemStream, patience_s: float) -> bytes:
         try:
-            return await asyncio.wait_for(anext(stream), patience_s)  # type: ignore[arg-type]
+            async with asyncio.timeout(patience_s):  # `wait_for` of Python 3.11 swallows a cancellation beside an arrival
+                return await anext(stream)
         except StopAsyncIteration:
             raise _Broken("its stream ended without a last event") from None
         except TimeoutError:

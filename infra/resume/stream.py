@@ -120,7 +120,8 @@ async def stream_events(
         yield encode(StreamItem(target_version=own))
         while not is_finished:
             try:
-                events = [await asyncio.wait_for(queue.get(), sign_of_life_s)]
+                async with asyncio.timeout(sign_of_life_s):
+                    events = [await queue.get()]
             except TimeoutError:
                 age_s = client.heartbeat_age_s()
                 if age_s > max_silence_s:

@@ -260,7 +260,9 @@ class Generation:
     async def _receive(self) -> RoundEvent:
         while True:
             try:
-                return await asyncio.wait_for(self._queue.get(), timeout=max(self._parts.max_silence_s / 4, 0.05))
+                # not `wait_for`, which in Python 3.11 swallows a cancellation beside an arrival
+                async with asyncio.timeout(max(self._parts.max_silence_s / 4, 0.05)):
+                    return await self._queue.get()
             except TimeoutError:
                 age_s = self._parts.client.heartbeat_age_s()
                 if age_s > self._parts.max_silence_s:

@@ -384,6 +384,49 @@ def test_a_client_that_leaves_frees_the_engine(place: Place) -> None:
     run(main)
 
 
+class FedStream:
+    """Hands on what it is fed."""
+
+    def __init__(self) -> None:
+        self.items: asyncio.Queue[bytes] = asyncio.Queue()
+        self.num_asked = self.num_cancelled = 0
+
+    async def __anext__(self) -> bytes:
+        self.num_asked += 1
+        return await self.items.get()
+
+    def cancel(self) -> None:
+        self.num_cancelled += 1
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_a_client_that_leaves_beside_an_arrival_is_heard(place: Place, turns: int) -> None:
+    """Some turns of the event loop after an item has arrived, before or after its reader has gone on."""
+
+    async def main() -> None:
+        fed, info = FedStream(), place.way.engines[0].info()
+        client = ResumingClient(lambda raw: fed, EngineFacts(info=info, holdback_percent=0), IngressConfig())
+        client.submit_all(
+            [GenerationRequest(request_id="r", prompt_token_ids=(5,), params=SamplingParams())], lambda _: None
+        )
+        fed.items.put_nowait(encode(StreamItem(target_version=info.target_version)))
+        await client.admitted("r")
+        while fed.num_asked < 2:
+            await asyncio.sleep(0)
+        fed.items.put_nowait(encode(StreamItem()))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        client.abort("r")
+        await asyncio.sleep(0.01)
+        num_asked = fed.num_asked
+        for _ in range(3):
+            fed.items.put_nowait(encode(StreamItem()))
+            await asyncio.sleep(0.01)
+        assert fed.num_asked == num_asked and fed.num_cancelled == 1
+
+    run(main)
+
+
 def test_a_stream_that_breaks_because_its_client_leaves_is_not_resumed(place: Place) -> None:
     place.way.fail_after = [3]
 
