@@ -17,9 +17,9 @@ import termios
 import time
 from array import array
 from collections import Counter
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from paceline.serving.wire.exchange import BODY_GRACE_S, WRITE_S
 from paceline.serving.wire.format import error_body, to_json
@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 * 2**10
 """Bytes of a head, or of what stands between two parts of a body and behind the last: as of uvicorn's other parser, h11."""
+MAX_QUEUED = 16
+"""Requests behind the one that is answered on a connection; nobody's client sends more, and what waits is kept."""
 TELL_EVERY_S = 60.0
 """Between two lines about connections that are too many."""
 
@@ -58,6 +60,7 @@ class Connection(HttpToolsProtocol):
     """Address -> connections of this process."""
 
     _told_s: ClassVar[float] = -math.inf
+    _running: RequestResponseCycle | None = None  # whose answer is written; `cycle` is the latest that was read
     _address: str | None = None  # while it is counted
     _head_timer: asyncio.TimerHandle | None = None
     _end_timer: asyncio.TimerHandle | None = None
@@ -78,6 +81,14 @@ class Connection(HttpToolsProtocol):
         if self._end_timer is not None:
             self._end_timer.cancel()
         super().connection_lost(exc)
+        if self._running is not None and not self._running.response_complete:  # uvicorn tells the last one alone
+            self._running.disconnected = True
+            self._running.message_event.set()
+        self.pipeline.clear()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def handle_websocket_upgrade(self) -> None:
         self._forget()  # another protocol has the connection from now on
@@ -112,6 +123,10 @@ class Connection(HttpToolsProtocol):
         self._unparsed_bytes = 0
         self._stop_waiting()
         super().on_headers_complete()
+        if len(self.pipeline) > MAX_QUEUED:
+            self.transport.abort()
+        elif self.pipeline:  # uvicorn reads no further, and would not see that the client is gone
+            self.flow.resume_reading()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from typing import Any
 
 from ray.util.metrics import Counter
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
+from paceline.config import MAX_BODY_BYTES
 from paceline.infra.replica.late_timers import StepWatch
 from paceline.infra.service.presence import Presence
 from paceline.names import REQUEST_ID_RULE, is_request_id
@@ -41,6 +43,7 @@ GAP_RETRY_S = 5
 LOST_RETRY_S = 1
 """When clients may try again whose replica was lost: the others take requests at once."""
 REFUSALS = "paceline_refusals"
+_CODES = {408: "slow_body", 503: "no_replica"}
 _OF_SERVE = "/-/"
 _STEERING = (
     b"x-request-timeout-seconds",
@@ -76,6 +79,8 @@ class Front:
                 raise HTTPException(
                     503, "no replica runs now, one starts; try again", {"Retry-After": str(GAP_RETRY_S)}
                 )
+            if int(dict(scope["headers"]).get(b"content-length", 0)) > self._max_bytes(scope):
+                raise _too_large()
             held = await self._held(scope, receive)
         except HTTPException as e:
             await _refuse(send, e)
@@ -83,11 +88,16 @@ class Front:
         if held is None:  # the client is gone
             return
 
-        has_begun = is_gone = is_full = False
+        has_begun = is_gone = is_full = is_large = False
+        num_left = self._max_bytes(scope)
 
         async def receive_held() -> AsgiMessage:
-            nonlocal is_gone
+            # Serve reads on and keeps all of it while a request waits for a replica, which would refuse a large one.
+            nonlocal is_gone, is_large, num_left
             message = held.pop(0) if held else await receive()
+            num_left -= len(message.get("body", b""))
+            if num_left < 0:
+                is_large, message = True, {"type": "http.disconnect"}
             is_gone = is_gone or message["type"] == "http.disconnect"
             return message
 
@@ -105,14 +115,20 @@ class Front:
         try:
             await self._app(scope, receive_held, send_to_reader)
         except Exception as e:
-            if has_begun or is_gone:  # the answer breaks off, or nobody waits for one
+            if has_begun or (is_gone and not is_large):  # the answer breaks off, or nobody waits for one
                 raise
             log.warning("a request ended without an answer: %r", e)
-        if not has_begun and not is_gone:  # Serve says nothing where a replica is lost, and uvicorn a plain 500
+        if not has_begun and is_large:
+            await _refuse(send, _too_large())
+        elif not has_begun and not is_gone:  # Serve says nothing where a replica is lost, and uvicorn a plain 500
             lost = HTTPException(
                 503, "the replica of this request is lost; try again", {"Retry-After": str(LOST_RETRY_S)}
             )
             await _refuse(send, lost, "replica_lost")
+
+    def _max_bytes(self, scope: AsgiScope) -> float:
+        """Of a body; other applications of the cluster have their own limits."""
+        return MAX_BODY_BYTES if self._presence.is_own(scope["path"]) else math.inf
 
     async def _held(self, scope: AsgiScope, receive: AsgiReceive) -> list[AsgiMessage] | None:
         """The body's first messages: all of it, or HELD_BYTES. Raises: HTTPException 408 when they do not come in time."""
@@ -155,13 +171,17 @@ def _content_type(message: AsgiMessage) -> bytes:
     return bytes(found).partition(b";")[0].strip().lower()
 
 
-async def _refuse(send: AsgiSend, error: HTTPException, code: str = "no_replica") -> None:
-    """code: of an error that is the service's own."""
+def _too_large() -> HTTPException:
+    return HTTPException(413, f"the body must be at most {MAX_BODY_BYTES} bytes")
+
+
+async def _refuse(send: AsgiSend, error: HTTPException, code: str | None = None) -> None:
+    """code: None = the one of _CODES, if there is one."""
     refusals().inc(tags={"code": str(error.status_code)})
     kind = "server_error" if error.status_code >= 500 else "invalid_request_error"
     if error.status_code == 429:
         kind = "rate_limit_error"
-    body = to_json(error_body(error.detail, kind=kind, code=None if kind == "invalid_request_error" else code))
+    body = to_json(error_body(error.detail, kind=kind, code=code or _CODES.get(error.status_code)))
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),

@@ -50,12 +50,15 @@ def details() -> ServeInstanceDetails | None:
     return None if client is None else ServeInstanceDetails(**client.get_serve_details())
 
 
-def routes(found: ServeInstanceDetails) -> dict[str, bool]:
-    """Route of every application -> whether it has an engine and no replica takes its requests: an ingress' where there is one,
-    for that one lets them wait for an engine."""
+def routes(found: ServeInstanceDetails) -> dict[str, bool | None]:
+    """Route of every application -> whether no replica takes its requests: an ingress' where there is one, for that one lets
+    them wait for an engine. None: it has no engine, so it is none of ours."""
     return {
-        app.route_prefix.rstrip("/"): ENGINE in app.deployments
-        and not any(r.state in _SERVING for r in app.deployments.get(INGRESS, app.deployments[ENGINE]).replicas)
+        app.route_prefix.rstrip("/"): not any(
+            r.state in _SERVING for r in app.deployments.get(INGRESS, app.deployments[ENGINE]).replicas
+        )
+        if ENGINE in app.deployments
+        else None
         for app in found.applications.values()
         if app.route_prefix is not None
     }
@@ -154,7 +157,7 @@ class Presence:
     """The latest answer of `routes`, and a process that is told of replicas."""
 
     def __init__(self) -> None:
-        self._routes: dict[str, bool] = {}
+        self._routes: dict[str, bool | None] = {}
         self._wanted_s = self._looked_s = time.monotonic()
         self._wake = threading.Event()
         self._read_s = -math.inf
@@ -169,7 +172,7 @@ class Presence:
         self._wanted_s = asked_s = time.monotonic()
         if self._wanted_s - self._looked_s > EVERY_S:  # the first one behind a quiet time
             self._wake.set()
-        if not self._was_gone(path):
+        if not self._of(path):
             return False
         self._wake.set()
         # the look under way gets no answer: no later one will in time
@@ -179,11 +182,15 @@ class Presence:
             if time.monotonic() > asked_s + 2 * EVERY_S:
                 return False
             await asyncio.sleep(POLL_S)
-        return self._was_gone(path)
+        return bool(self._of(path))
 
-    def _was_gone(self, path: str) -> bool:
+    def is_own(self, path: str) -> bool:
+        """Whether Serve gives this path to an application with an engine, as far as is known."""
+        return self._of(path) is not None
+
+    def _of(self, path: str) -> bool | None:
         routes = self._routes
-        return routes.get(max((r for r in routes if f"{path}/".startswith(f"{r}/")), key=len, default=""), False)
+        return routes.get(max((r for r in routes if f"{path}/".startswith(f"{r}/")), key=len, default=""))
 
     def start(self) -> Presence:
         """Ask in a thread for as long as the process lives."""
@@ -207,8 +214,8 @@ class Presence:
                 log.debug("Serve does not say what runs: %s", e)
                 found = {}
             for route in found.keys() | self._routes.keys():
-                is_gone = found.get(route, False)
-                if is_gone != self._routes.get(route, False):
+                is_gone = bool(found.get(route))
+                if is_gone != bool(self._routes.get(route)):
                     what = "no replica takes requests; they get 503" if is_gone else "a replica takes requests again"
                     log.warning("%s: %s", route or "/", what)
             self._routes = found

@@ -21,7 +21,15 @@ HEAD_S, SLACK_S = 0.5, 10.0
 GET = b"GET /%d HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
+gone = threading.Event()
+
+
 async def answers(scope, receive, send):
+    if scope["path"] == "/wait":
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone.set()
+        return
     size = int(scope["path"][1:])
     headers = [(b"content-length", b"%d" % size)]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -135,6 +143,25 @@ def test_the_second_head_has_the_same_time_and_a_quiet_connection_stays(port: in
 def test_half_a_head_behind_a_request_is_closed_after_its_answer(port: int) -> None:
     with connect(port, GET % 1 + b"GET /hea") as sock:
         assert sock.recv(1 << 16).endswith(b"x") and is_closed(sock)
+
+
+@pytest.mark.parametrize("num_behind", [0, 1, 3])
+def test_a_client_that_leaves_is_seen_whatever_it_has_sent_behind_its_request(port: int, num_behind: int) -> None:
+    gone.clear()
+    with connect(port, b"GET /wait HTTP/1.1\r\nHost: a\r\n\r\n" + num_behind * (GET % 5)):
+        assert not gone.wait(0.3)
+    assert gone.wait(SLACK_S)
+
+
+def test_requests_behind_one_another_are_answered_in_order_and_a_crowd_of_them_is_not(port: int) -> None:
+    with connect(port, b"".join(GET % n for n in range(1, 8))) as sock:
+        got = b""
+        while not got.endswith(b"x" * 7):
+            got += sock.recv(1 << 16)
+        bodies = [part.partition(b"HTTP/1.1")[0] for part in got.split(b"\r\n\r\n")[1:]]
+        assert bodies == [b"x" * n for n in range(1, 8)]
+    with connect(port, b"GET /wait HTTP/1.1\r\nHost: a\r\n\r\n" + 100 * (GET % 5)) as sock:
+        assert is_closed(sock)
 
 
 def test_an_answer_whose_end_nobody_reads_is_dropped(port: int) -> None:

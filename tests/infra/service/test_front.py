@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -15,16 +16,17 @@ import uvicorn
 
 from paceline.infra.service import front
 from paceline.infra.service.front import LOST_RETRY_S, Front
+from paceline.infra.service.presence import Presence
 from paceline.machine import free_port
 
 START = {"type": "http.response.start", "status": 503, "headers": [(b"content-type", b"text/plain")]}
 
 
 @contextmanager
-def served(app: Any) -> Iterator[str]:
+def served(app: Any, **settings: Any) -> Iterator[str]:
     """The address of a front before an application."""
     server = uvicorn.Server(
-        uvicorn.Config(Front(app), port=(port := free_port()), log_level="critical", lifespan="off")
+        uvicorn.Config(Front(app, **settings), port=(port := free_port()), log_level="critical", lifespan="off")
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -102,6 +104,50 @@ def test_what_serve_refuses_in_a_bare_line_is_said_as_the_api_says_it(kind):
                 assert answer.json()["error"] | {"message": ""} == {
                     "message": "", "type": "rate_limit_error", "param": None, "code": "queue_full"
                 } and answer.headers["retry-after"] == "1"  # fmt: skip
+
+
+def test_a_body_that_comes_too_slowly_is_refused_by_its_code():
+    with served(says_nothing, body_grace_s=0.1) as url:
+        begun = time.monotonic()
+
+        def trickle() -> Iterator[bytes]:
+            while time.monotonic() < begun + 20:
+                yield b" "
+                time.sleep(0.05)
+
+        answer = httpx.post(url, content=trickle(), timeout=20)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (408, "slow_body")
+
+
+class Own(Presence):
+    """Knows one application with an engine, behind /own, and one without at the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._routes = {"/own": False, "": None}
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_body_that_no_replica_would_take_is_refused_while_the_request_waits_for_one(is_chunked):
+    """Serve's proxy reads on and keeps all of it meanwhile."""
+    num_read = 0
+
+    async def reads_on(scope, receive, send):
+        nonlocal num_read
+        while (message := await receive())["type"] != "http.disconnect" and message.get("more_body"):
+            num_read += len(message["body"])
+        if scope["path"] == "/":
+            await refuses(scope, receive, send)
+
+    part = b"x" * 2**20
+    content = (part for _ in range(11)) if is_chunked else part * 11
+    with served(reads_on, presence=Own()) as url, httpx.Client(timeout=20) as client:
+        with contextlib.suppress(httpx.WriteError):  # it is told and cut off in the midst of the rest
+            answer = client.post(f"{url}/own/v1/completions", content=content)
+            assert answer.status_code == 413 and "8388608" in answer.json()["error"]["message"]
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert num_read <= 8 * 2**20 and (num_read == 0) == (not is_chunked)
+        assert client.post(url, content=part * 11).text == "mine", "another application's limits are its own"
 
 
 def test_nothing_is_said_to_a_client_that_is_gone():

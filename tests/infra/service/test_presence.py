@@ -27,7 +27,7 @@ def test_requests_are_refused_while_no_replica_may_take_one(
     other = SimpleNamespace(route_prefix="/other", deployments={"front": SimpleNamespace(replicas=[])})
     found = {"mine": SimpleNamespace(route_prefix="/", deployments={"engine": engine}), "other": other}
     # a controller of Serve that has just come back calls those that run RECOVERING
-    assert presence.routes(SimpleNamespace(applications=found)) == {"": state in GONE, "/other": False}
+    assert presence.routes(SimpleNamespace(applications=found)) == {"": state in GONE, "/other": None}
     found["mine"].deployments["ingress"] = SimpleNamespace(replicas=[SimpleNamespace(state=ReplicaState.RUNNING)])
     assert presence.routes(SimpleNamespace(applications=found))[""] is False, "an ingress lets its clients wait"
     found["mine"].deployments["ingress"].replicas[0].state = state
@@ -82,7 +82,7 @@ def rarely_looking(monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., No
     monkeypatch.setattr(presence, "EVERY_S", 5.0)
     found = presence.Presence().start()
     found._wake.set()
-    wait_until(lambda: found._was_gone("/v1/models"))
+    wait_until(lambda: found._of("/v1/models"))
     return found
 
 
@@ -115,7 +115,7 @@ def test_a_controller_that_does_not_answer_refuses_nobody(
 ) -> None:
     monkeypatch.setattr(presence, "EVERY_S", 0.05)
     found = presence.Presence().start()
-    wait_until(lambda: found._was_gone("/"))
+    wait_until(lambda: found._of("/"))
     looked.takes_s = 30.0
     num = looked.num
     wait_until(lambda: looked.num > num)
