@@ -142,7 +142,7 @@ async def _relay(request: Request, open_stream: Callable[[bytes], ItemStream]) -
             stream.cancel()
             raise
         except Exception as e:
-            log.warning("%s %s: no replica answered: %s", request.method, request.url.path, type(e).__name__)
+            log.warning("%s %r: no replica answered: %s", request.method, request.url.path, type(e).__name__)
             if not left:
                 raise _nobody() from e
     response = StreamingResponse(_bodies(stream), head.status)

@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+MAX_ANSWER_SCORES = 2**20
+"""Log-probabilities of an answer that is no stream, half a KiB each while it is written: 50,000 tokens with 20 alternatives."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineInfo:
@@ -329,7 +332,17 @@ async def whole(request: Request, generation: Generation) -> bytes:
     """The complete answer as JSON; a client that hangs up stops the generation."""
 
     async def collect() -> list[Piece]:
-        return [piece async for piece in generation.pieces()]
+        pieces, num_scores = list[Piece](), 0
+        async for piece in generation.pieces():
+            num_scores += sum(1 + len(scored.top) for _, scored, _ in piece.entries if scored is not None)
+            if num_scores > MAX_ANSWER_SCORES:  # a stream keeps none of them
+                generation.is_cut = True
+                raise Unfit(
+                    f"the log-probabilities of an answer must be at most {MAX_ANSWER_SCORES}, that is tokens * "
+                    "(alternatives + 1) of all choices: ask for fewer, or for a stream"
+                )
+            pieces.append(piece)
+        return pieces
 
     try:
         pieces, answer = await _unless_gone(request, collect()), generation.answer

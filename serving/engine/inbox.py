@@ -52,11 +52,6 @@ class EngineInbox:
         return len(self._ids)
 
     @property
-    def is_closed(self) -> bool:
-        """New requests are refused."""
-        return self._closed is not None
-
-    @property
     def is_empty(self) -> bool:
         """Nothing to take; read without the lock, once per round."""
         return not (self._arrived or self._calls or self._aborts)
@@ -76,8 +71,13 @@ class EngineInbox:
                         f"request_id must be unique among unfinished requests, got {request.request_id!r}"
                     )
                 own.add(request.request_id)
-            if len(requests) > self._max_waiting:
-                raise RequestError(f"requests at once must be at most {self._max_waiting}, got {len(requests)}")
+            most = self._max_waiting
+            if requests and requests[0].request.tenant:  # what `_check_share` grants in an empty queue
+                most = (QUEUE_SHARE * most + 1) // (QUEUE_SHARE + 1)
+            if len(requests) > most:
+                raise RequestError(
+                    f"requests at once must be at most {most}, got {len(requests)}; send them in several bodies"
+                )
             self._check_share(requests)
             room = self._max_waiting - len(self._arrived) - len(self._queued)
             if len(requests) > room:

@@ -63,6 +63,7 @@ IGNORED: dict[str, Known] = {
     "safety_identifier": ((None,), "the caller changes nothing in an answer"),
     "prompt_cache_key": ((None,), "the prefix cache is found by the prompt's tokens alone"),
     "prompt_cache_retention": ((None,), "cached prefixes stay until their memory is needed"),
+    "prompt_cache_options": ((None,), "the prefix cache is found by the prompt's tokens alone"),
     "service_tier": ((None, "auto", "default"), "there is one tier; the extension `priority` orders requests"),
     "reasoning_effort": ((None,), "the model has no levels; `chat_template_kwargs` has what its template knows"),
     "verbosity": ((None,), "the model has no verbosity levels"),
@@ -84,10 +85,9 @@ RESPONSES_REFUSED: dict[str, Known] = {
 """The same of /v1/responses."""
 
 RESPONSES_IGNORED: dict[str, Known] = {
-    **{name: IGNORED[name] for name in ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier")},
+    **{name: IGNORED[name] for name in ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "service_tier")},
     "store": ((None, False), "answers are not stored, so none can be fetched or continued by its id"),
     "truncation": ((None, "disabled"), "nothing is left out; `truncate_prompt_tokens` says how much of `input` is read"),
-    "prompt_cache_options": ((None,), "the prefix cache is found by the prompt's tokens alone"),
     "reasoning": ((None, {}), "the model has no levels; `chat_template_kwargs` of /v1/chat/completions has what its template knows"),
     "max_tool_calls": ((None,), "no tools are hosted, whose calls it counts"),
     "image": ((None,), "only text is read"),

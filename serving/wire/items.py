@@ -9,17 +9,20 @@ from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag, model
 
 from paceline.serving.wire.fields import StrictModel
 from paceline.serving.wire.forms import JsonObjectFormat, TextFormat
-from paceline.serving.wire.messages import MAX_PARTS, MAX_TOOLS, FunctionSpec, Tool
+from paceline.serving.wire.messages import MAX_PARTS, MAX_TOOLS, CacheControl, FunctionSpec, Tool, refusal_as
 
 MAX_ITEMS = 4096
 _ITEM_KINDS = ("message", "function_call", "function_call_output", "reasoning")
-_PART_KINDS = ("input_text", "output_text")
+_PART_KINDS = ("input_text", "output_text", "refusal")
 _OF_ANSWERS = ("annotations", "logprobs", "parsed", "parsed_arguments")
 """What answers, and openai's client that parses them, add to items: it says nothing when it comes back."""
 
 
 def _without_extras(values: Any) -> Any:
-    return {k: v for k, v in values.items() if k not in _OF_ANSWERS} if isinstance(values, dict) else values
+    """Also without fields that hold nothing, as clients send back what they were given."""
+    if not isinstance(values, dict):
+        return values
+    return {k: v for k, v in values.items() if k not in _OF_ANSWERS and v is not None}
 
 
 class ItemText(StrictModel):
@@ -27,11 +30,12 @@ class ItemText(StrictModel):
 
     type: Literal["input_text", "output_text"]
     text: str
+    prompt_cache_breakpoint: CacheControl = None
 
     @model_validator(mode="before")
     @classmethod
     def _as_sent(cls, values: Any) -> Any:
-        return _without_extras(values)
+        return refusal_as(_without_extras(values), "output_text")
 
 
 def _as_parts(content: Any) -> Any:
@@ -166,6 +170,14 @@ class FunctionTool(FunctionSpec):
     """A function that the model may call."""
 
     type: Literal["function"]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_sent(cls, values: Any) -> Any:
+        values = _without_extras(values)
+        if isinstance(values, dict) and values.get("defer_loading") is False:
+            values.pop("defer_loading")
+        return values
 
     def for_chat(self) -> Tool:
         """The same tool as a chat has it."""

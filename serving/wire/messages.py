@@ -24,6 +24,13 @@ def _without(values: Any, *names: str) -> Any:
     return {k: v for k, v in values.items() if k not in names} if isinstance(values, dict) else values
 
 
+def refusal_as(part: Any, kind: str) -> Any:
+    """A part of an assistant's message that says why there is no answer as a part of text, which it is for the model."""
+    if not (isinstance(part, dict) and part.get("type") == "refusal"):
+        return part
+    return {**_without(part, "type", "refusal"), "type": kind, "text": part.get("refusal")}
+
+
 CacheControl = Annotated[
     dict[str, Any] | None, Field(description="Changes nothing: the prefix cache is found by the prompt's tokens alone.")
 ]
@@ -33,6 +40,12 @@ class TextPart(StrictModel):
     type: Literal["text"]
     text: str
     cache_control: CacheControl = None
+    prompt_cache_breakpoint: CacheControl = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refusal_as_text(cls, values: Any) -> Any:
+        return refusal_as(values, "text")
 
 
 class ToolFunction(StrictModel):
@@ -105,7 +118,7 @@ class Message(StrictModel):
     def _text_alone(cls, parts: Any) -> Any:
         for part in parts if isinstance(parts, list) else ():
             kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind != "text":
+            if isinstance(kind, str) and kind not in ("text", "refusal"):
                 raise ValueError(
                     f"content must be text or parts of the type 'text', got {kind[:32]!r}: only text is read"
                 )

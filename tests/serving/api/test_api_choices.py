@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from paceline.config import EngineConfig
+from paceline.serving.api import generation
 from paceline.serving.api.app import build_api
 from paceline.serving.api.generation import ApiParts
 from paceline.serving.api.requests import choice_seed
@@ -200,3 +201,17 @@ def test_an_id_is_free_again_after_a_refusal(real: tuple) -> None:
     refused = httpx.post(f"{base}/v1/completions", json={"prompt": [5], "n": MAX_WAITING + 1}, headers=headers)
     taken = httpx.post(f"{base}/v1/completions", json={"prompt": [5], "max_tokens": 1}, headers=headers)
     assert (refused.status_code, taken.status_code) == (400, 200)
+
+
+def test_a_whole_answer_keeps_a_bounded_number_of_scores_and_a_stream_none(real: tuple, monkeypatch) -> None:
+    _, base, engine = real
+    body = {"prompt": [5], "n": 2, "max_tokens": 40, "logprobs": 3, "ignore_eos": True}
+    monkeypatch.setattr(generation, "MAX_ANSWER_SCORES", 2 * 40 * 4)
+    assert httpx.post(f"{base}/v1/completions", json=body).status_code == 200
+    monkeypatch.setattr(generation, "MAX_ANSWER_SCORES", 2 * 40 * 4 - 1)
+    refused = httpx.post(f"{base}/v1/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "cannot_be_answered")
+    assert "a stream" in refused.json()["error"]["message"]
+    wait_until(lambda: engine.is_idle)
+    assert httpx.post(f"{base}/v1/completions", json={**body, "stream": True}).text.endswith("data: [DONE]\n\n")
+    assert httpx.post(f"{base}/v1/completions", json={**body, "logprobs": None}).status_code == 200

@@ -228,6 +228,9 @@ def test_a_message_that_an_answer_brought_may_be_sent_back_as_it_came() -> None:
         assert message.for_template() == {"role": "assistant", "content": "", "reasoning_content": "hm"}
     (message,) = chat(messages=[{**own, "content": None, "refusal": "no"}]).messages
     assert message.for_template() == {"role": "assistant", "content": "no"}
+    parts = [{"type": "text", "text": "I"}, {"type": "refusal", "refusal": "will not"}]
+    (message,) = chat(messages=[{**own, "content": parts}]).messages
+    assert message.for_template() == {"role": "assistant", "content": "I\nwill not"}
     named = chat(messages=[{"role": "user", "content": "x", "name": "Ada-1"}]).messages[0]
     assert named.for_template() == {"role": "user", "content": "x", "name": "Ada-1"}
 
@@ -235,7 +238,8 @@ def test_a_message_that_an_answer_brought_may_be_sent_back_as_it_came() -> None:
 def test_marks_of_a_cache_change_nothing() -> None:
     mark = {"cache_control": {"type": "ephemeral"}}
     tool = {"type": "function", "function": {"name": "f", **mark}, **mark}
-    body = chat(messages=[{"role": "user", "content": [{"type": "text", "text": "a", **mark}], **mark}], tools=[tool])
+    part = {"type": "text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit"}, **mark}
+    body = chat(messages=[{"role": "user", "content": [part], **mark}], tools=[tool])
     assert body.messages[0].for_template() == {"role": "user", "content": "a"}
     assert body.tools[0].for_template()["function"] == {
         "name": "f",

@@ -14,9 +14,11 @@ from pydantic import TypeAdapter
 
 from paceline.errors import CapacityError
 from paceline.serving.api.app import build_api
+from paceline.serving.api.bodies import ResponsesBody
 from paceline.serving.api.generation import ApiParts
 from paceline.serving.wire.accounts import Clients
 from paceline.serving.wire.credentials import Tokens
+from paceline.serving.wire.items import messages_of
 from tests.helpers.api_server import TOKENIZER, ScriptedEngine, serve_app, wait_until
 
 TEXT = "Hello, wörld! 日本"
@@ -193,6 +195,32 @@ def test_items_go_back_in_as_they_came(client: openai.OpenAI, engine: ScriptedEn
         'user: hi\nassistant: I see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
         "user: <tool_response>\n2\n</tool_response>\nsystem: a\nb\nassistant: "
     )
+
+
+def test_what_says_nothing_changes_nothing() -> None:
+    """Fields of the API that hold nothing, and a refusal, which is what the assistant said."""
+    tool = {
+        "type": "function",
+        "name": "f",
+        "parameters": {},
+        "strict": None,
+        "defer_loading": False,
+        "output_schema": None,
+    }
+    items = [
+        {
+            "role": "user",
+            "content": [{"type": "input_text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit"}}],
+        },
+        {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "no"}], "id": None},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "namespace": None, "caller": None},
+        {"type": "function_call_output", "call_id": "c", "output": "b", "caller": None},
+    ]
+    body = ResponsesBody.model_validate({"input": items, "tools": [tool]})
+    said = messages_of(None, body.input)
+    assert [m["content"] for m in said] == ["a", "no", "b"] and len(said[1]["tool_calls"]) == 1
+    with pytest.raises(ValueError, match="namespace"):
+        ResponsesBody.model_validate({"input": [{**items[2], "namespace": "x"}]})
 
 
 def test_the_tokens_of_the_text_are_scored_where_it_is_asked_for(url: str) -> None:

@@ -5,9 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from paceline.errors import CapacityError
+from paceline.errors import CapacityError, RequestError
 from paceline.serving.engine.engine import Engine
-from paceline.serving.engine.inbox import QUEUE_SHARE
+from paceline.serving.engine.inbox import QUEUE_SHARE, EngineInbox
 from paceline.serving.engine.scheduler import RequestQueue, RowCounter
 from paceline.serving.sampling.request import GenerationRequest, SamplingParams
 from tests.helpers.engines import greedy, make_engine
@@ -101,6 +101,20 @@ def test_the_queue_keeps_places_for_a_tenant_that_comes_anew_and_is_whole_for_th
         ask(engine, f"n{k}", prompt_of(k, 4), 2, "")
     with pytest.raises(CapacityError, match="room for 0"):
         ask(engine, "n20", prompt_of(0, 4), 2, "")
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 32, 256])
+def test_a_tenants_body_is_taken_by_an_empty_queue_or_never_to_be_sent_again(size):
+    """None is told to try again for ever."""
+    for num, tenant in itertools.product(range(1, size + 1), ("", "x")):
+        inbox = EngineInbox(size, RequestQueue(), np.random.default_rng(0))
+        requests = [make_request(i, 3, tenant=tenant) for i in range(num)]
+        most = size if not tenant else (QUEUE_SHARE * size + 1) // (QUEUE_SHARE + 1)
+        if num <= most:
+            inbox.put_all(requests)
+            continue
+        with pytest.raises(RequestError, match=f"at most {most}, got {num}"):
+            inbox.put_all(requests)
 
 
 def test_leaving_for_a_moment_brings_a_tenant_nothing():
