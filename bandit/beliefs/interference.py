@@ -10,6 +10,8 @@ MIN_ROWS = 20
 """Rounds without training that a baseline needs."""
 MEMORY_ROWS = 500.0
 """Rounds that a baseline remembers."""
+FASTEST = 0.5
+"""Least of the expected time that rounds beside a job are believed to have taken: less says that the baseline is wrong."""
 
 
 class Mean(msgspec.Struct):
@@ -31,6 +33,8 @@ class Slowdown(msgspec.Struct, frozen=True, kw_only=True):
     """Device seconds above what the same rounds take without training; below 0 by chance, so that the sum has no bias."""
     relative: float
     """The same over the expected device seconds; signed."""
+    share: float
+    """The same over the device seconds of all rounds of the epoch, whoever's they were."""
     num_rounds: int
 
 
@@ -40,17 +44,21 @@ class Interference(msgspec.Struct):
     idle: dict[int, Mean] = {}
     training: dict[int, Mean] = {}
     """Of the open epoch."""
+    open_s: float = 0.0
+    """Device seconds of all its rounds."""
 
     def fold(self, feedback: FeedbackSums) -> None:
         """Add its rounds."""
         for seen in feedback.rounds:
             means, memory = (self.training, float("inf")) if seen.is_training else (self.idle, MEMORY_ROWS)
             key = seen.batch_size * 2 + seen.is_drafted
+            self.open_s += seen.num_rounds * seen.mean_s
             means.setdefault(key, Mean()).add(seen.mean_s, seen.num_rounds, memory)
 
     def close(self) -> Slowdown | None:
         """End the epoch. None when no job ran or no round has a baseline; unmatched rounds get the matched slow-down."""
         open_rows, self.training = self.training, {}
+        open_s, self.open_s = self.open_s, 0.0
         extra = expected = total = 0.0
         rounds = 0
         for key, seen in open_rows.items():
@@ -63,4 +71,5 @@ class Interference(msgspec.Struct):
         if rounds < MIN_ROWS or expected <= 0:
             return None
         relative = extra / expected
-        return Slowdown(seconds=total * relative / max(1.0 + relative, 1e-3), relative=relative, num_rounds=rounds)
+        seconds = total * relative / max(1.0 + relative, FASTEST)
+        return Slowdown(seconds=seconds, relative=relative, share=seconds / max(open_s, total), num_rounds=rounds)

@@ -86,7 +86,7 @@ class Controller:
 
     def forget_bucket(self, name: str) -> None:
         """A bucket is told apart no longer: its place went to another one."""
-        drop_bucket(self._state, name)
+        drop_bucket(self._state, name, self._state.epoch_start or 0.0)
 
     def begin_bucket(self, name: str, now: float, num_rows: int) -> None:
         """The class behind a bucket has ended: what comes under its name, and rows behind the `num_rows` written so far, is another

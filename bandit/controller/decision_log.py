@@ -171,6 +171,13 @@ def parse_log(data: bytes, path: str) -> ServiceLog:
     finished: dict[tuple[bytes, str], _Finished] = {}
     entries: dict[tuple[bytes, str], LedgerEntry] = {}
     run = b""  # the note that it began with
+    booked: list[tuple[int, tuple[bytes, str]]] = []  # numbers of the run's entries, and where they are
+
+    def go_back(num_booked: int) -> None:
+        """Entries of a state that is lost count for nothing: the one before it gives their numbers again."""
+        while booked and booked[-1][0] > num_booked:
+            entries.pop(booked.pop()[1], None)
+
     for number, line in enumerate(lines, 1):
         try:
             value = json.loads(line)
@@ -183,6 +190,9 @@ def parse_log(data: bytes, path: str) -> ServiceLog:
             if "entry_id" in value:  # its own kind (training, saving, ...) stands in place of the line's
                 entry = msgspec.convert(value, LedgerEntry)
                 _require_finite(entry)
+                if type(entry_number := value.get("number")) is int:
+                    go_back(entry_number - 1)
+                    booked.append((entry_number, (run, entry.entry_id)))
                 entries[run, entry.entry_id] = entry
             elif kind == KIND:
                 epoch = _checked_epoch(msgspec.convert(value, FeedbackLine))
@@ -195,6 +205,9 @@ def parse_log(data: bytes, path: str) -> ServiceLog:
                 decisions[run, decision.decision_id] = decision
             elif kind == "note" and value.get("commit") == 0:
                 run = line  # the service lost its state and numbers from 1 again
+                booked.clear()
+            elif kind == "note" and type(held := value.get("num_booked")) is int:  # the controller started
+                go_back(held)
             elif kind == "job":
                 result = _checked_result(msgspec.convert(value, TrainResult))
                 done = _Finished(_log_ts(value), str(value["bucket"]), str(value["arm"]), result)

@@ -56,7 +56,7 @@ def close_epoch(state: ControllerState, now: float, context: HostContext, bank_i
         for name, meter in state.meters.items():
             meter.load = scale * state.latest[name].load(Group.ADAPTIVE) if name in state.latest else 0.0
     slowdown = state.interference.close()
-    undisturbed = 1.0 if slowdown is None or served_s <= 0 else 1.0 - min(slowdown.seconds / served_s, 0.99)
+    undisturbed = 1.0 if slowdown is None else 1.0 - min(slowdown.share, 0.99)
     for name, seen in state.latest.items():
         state.table.observe(seen)
         for booking in state.savings.close(seen, context.first_version, undisturbed):
@@ -81,8 +81,9 @@ def _has_drifted(state: ControllerState, seen: BucketObservation, start: float) 
     return state.buckets.setdefault(seen.bucket, BucketRegime(start)).update(seen.lengths())
 
 
-def drop_bucket(state: ControllerState, name: str) -> None:
-    """Keep nothing of a bucket that is told apart no longer; what was booked stays booked."""
+def drop_bucket(state: ControllerState, name: str, now: float) -> None:
+    """Keep nothing of a bucket that is told apart no longer, once what its savings' windows lack is booked."""
+    _end_comparison(state, name, now)
     by_bucket: tuple[dict[str, Any], ...] = (
         state.windows, state.meters, state.latest, state.buckets, state.rows_written, state.table.scores, state.round_costs.sums,
         state.memory.staleness_s, state.memory.hedges, state.savings.static, state.savings.adaptive, state.owners,
@@ -102,7 +103,7 @@ def begin_bucket(state: ControllerState, name: str, now: float, num_rows: int) -
 
     num_rows: ever written under its name; whatever manifests say of versions for it, they say of that text.
     """
-    drop_bucket(state, name)
+    drop_bucket(state, name, now)
     for rows in state.learned.values():
         rows.pop(name, None)
     state.buckets[name] = BucketRegime(now, rows_at_start=num_rows, num_alarms=int(num_rows > 0), began=now)
@@ -139,13 +140,17 @@ def _forget_bucket(state: ControllerState, name: str, start: float, now: float) 
     state.buckets[name].reset(start, state.rows_written.get(name, 0))
     state.table.reset_bucket(name)
     state.gains.reset_bucket(name)
-    for booking in state.savings.reset_bucket(name):
-        _book_saving(state, booking, f"e{state.epoch}:{name}:{booking.version}:end", now)
+    _end_comparison(state, name, now)
     state.required_rows.pop(name, None)
     state.learners.pop(name, None)
     state.unsure.pop(name, None)
     for learned in state.learned.values():
         learned.pop(name, None)
+
+
+def _end_comparison(state: ControllerState, name: str, now: float) -> None:
+    for booking in state.savings.reset_bucket(name):
+        _book_saving(state, booking, f"e{state.epoch}:{name}:{booking.version}:end", now)
 
 
 def _book_saving(state: ControllerState, booking: Booking, detail: str, now: float) -> None:

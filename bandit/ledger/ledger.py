@@ -117,4 +117,4 @@ class Bank(msgspec.Struct, frozen=True, kw_only=True):
         shadow scoring and staging, which follow it.
         """
         left = max(self.balance_s - after_s, 0.0)
-        return job_time_limit_s if left > rate * job_time_limit_s else left / rate
+        return job_time_limit_s if left > rate * job_time_limit_s or rate <= 0 else left / rate

@@ -395,8 +395,9 @@ class Lives:
         kept = {b: v for b, v in base.class_versions.items() if v != guard.version or b in state.assigned}
         others = {b: v for b, v in kept.items() if b != guard.scope}
         unfit = {"", base.version, base.canary_version, *state.lifecycle.barred(), *state.evicted}
-        if guard.before not in unfit:
-            others[guard.scope] = guard.before
+        for own in (guard, *(g for g in state.rollout.guards.values() if g.version == guard.version)):
+            if own.before is not None and own.before not in unfit and own.scope not in state.assigned:
+                others[own.scope] = own.before
         self._reassign(base, others, guard.scope, text, now, guard.decision_id, left=_status_after(verdict))
 
     def _close_canary(self, verdict: Verdict, now: float, *, left: DrafterStatus = _S.RETIRED) -> None:

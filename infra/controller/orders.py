@@ -115,9 +115,12 @@ class Orders:
 
     # ---- the policy ---------------------------------------------------------------------------------------------
     def tick(self, now: float) -> None:
-        """Let the policy decide and carry out what it decides; nothing while paused."""
+        """Let the policy decide and carry out what it decides; nothing while paused, or in a pass that changed what serves: what
+        the policy would see is the state before."""
         desired = self._state.desired
         if self._state.is_paused or desired is None or self._is_foreign_live(desired):
+            return
+        if self._books.desired is not desired:
             return
         started = time.perf_counter()
         try:

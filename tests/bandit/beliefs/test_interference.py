@@ -43,3 +43,16 @@ def test_faster_rounds_during_training_count_as_what_they_are_so_that_noise_adds
         meter.fold(sums_of(_rows(60, 4, 10.0, False, rng) + _rows(60, 4, 10.0, True, rng)))
         total += meter.close().seconds
     assert total == pytest.approx(0.0, abs=0.01 * 60 * 0.6)
+
+
+def test_the_share_is_of_all_rounds_and_a_baseline_that_is_off_is_believed_to_a_bound():
+    rng = np.random.default_rng(3)
+    meter = Interference()
+    meter.fold(sums_of(_rows(100, 4, 10.0, False, rng)))
+    assert meter.close() is None
+    meter.fold(sums_of(_rows(300, 4, 10.0, False, rng) + _rows(100, 4, 11.0, True, rng)))
+    seen = meter.close()
+    assert seen is not None and seen.share == pytest.approx(0.1 / 4.1, abs=0.01)
+    meter.fold(sums_of(_rows(100, 4, 0.01, True, rng)))
+    seen = meter.close()
+    assert seen is not None and -1.0 * 100 * 0.01e-3 * 2.1 < seen.seconds < 0

@@ -368,8 +368,11 @@ class _Adapted(_Service):
         super().__init__()
         self.entries: list[LedgerEntry] = []
 
-    def two_groups(self, adaptive_s: float, static_s: float, *, length: float = 2.0, slow: float = 0.0) -> None:
-        """An epoch of 20 and 8 requests at so many seconds a token; a job beside half of it makes them slower."""
+    def two_groups(
+        self, adaptive_s: float, static_s: float, *, length: float = 2.0, slow: float = 0.0, asked: int = 0
+    ) -> None:
+        """An epoch of 20 and 8 requests at so many seconds a token, and `asked` times as many that asked for their group; a job
+        beside half of it makes them slower."""
         self.seq += 1
         factor, rng = 1 + slow / 2, np.random.default_rng(self.seq)
         cells, rounds = [], []
@@ -390,7 +393,15 @@ class _Adapted(_Service):
                     batch_size=1, is_drafted=True, is_training=is_training, num_rounds=num_rounds * num // (2 if slow else 1),
                     mean_s=token_s * length * (1 + slow * is_training),
                 ))  # fmt: skip
+        rounds += [
+            msgspec.structs.replace(r, batch_size=2, num_rounds=asked * r.num_rounds)
+            for r in rounds[: len(rounds) // 2]
+            if asked
+        ]
         self.controller.observe(FeedbackSums(cells=cells, rounds=rounds))
+        self.close()
+
+    def close(self) -> None:
         self.clock.advance(EPOCH_S)
         self.controller.tick(self.clock.now(), self.context)
         self.entries += self.controller.drain()[1]
@@ -408,6 +419,31 @@ def test_a_job_beside_serving_costs_interference_and_makes_no_saving():
         saved.append(service.booked("saving"))
         assert (service.booked("interference") > 0) == (slow > 0)
     assert saved[1] == pytest.approx(saved[0], rel=0.01) == pytest.approx(12 * 20 * TOKENS * 0.002, rel=0.1)
+
+
+def test_rounds_that_no_comparison_takes_dilute_a_slow_down_and_hide_none():
+    """Requests that ask for a group are in no cell that decides, and in all rounds."""
+    saved = []
+    for asked in (0, 9):
+        service = _Adapted()
+        for number in range(12):
+            service.two_groups(0.004, 0.006, slow=1.0 if number > 3 else 0.0, asked=asked)
+        saved.append(service.booked("saving"))
+    assert saved[1] == pytest.approx(saved[0], rel=0.02)
+
+
+def test_what_the_comparison_lacks_is_booked_where_a_class_ends():
+    """The hold-back's time grows, which the latest minutes of it value too low: the end of its class books the rest."""
+    service = _Adapted()
+    for number in range(10):
+        service.two_groups(0.004, 0.005 + 0.001 * number)
+    service.controller.forget_bucket("a")
+    service.close()
+    ends = [e for e in service.entries if e.entry_id.endswith(":end")]
+    assert [(e.kind, e.bucket, e.version) for e in ends] == [("saving", "a", "v1")] and ends[0].seconds > 0
+    true_s = sum(20 * TOKENS * (0.001 + 0.001 * number) for number in range(10))
+    assert abs(service.booked("saving") - true_s) < abs(service.booked("saving") - ends[0].seconds - true_s)
+    assert service.controller.check(service.entries) == []
 
 
 def test_what_the_comparison_lacks_is_booked_where_the_text_changes_and_the_books_add_up():

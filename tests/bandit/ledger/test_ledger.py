@@ -68,7 +68,9 @@ def test_the_time_limit_leaves_money_for_what_follows_the_training():
     limit = bank.time_limit_s(120.0, 1.1, 2.0)
     assert limit * 1.1 + 2.0 == pytest.approx(16.0)
     assert bank.time_limit_s(5.0, 1.1, 2.0) == 5.0
-    assert bank.time_limit_s(120.0, 0.0, 2.0) == 120.0  # a trainer that costs nothing
+    assert bank.time_limit_s(120.0, 0.0, 2.0) == bank.time_limit_s(120.0, 0.0, 20.0) == 120.0, (
+        "a trainer that costs nothing"
+    )
     assert bank.time_limit_s(120.0, 1.1, 20.0) == 0.0
 
 

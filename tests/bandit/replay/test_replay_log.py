@@ -155,6 +155,25 @@ def test_a_service_that_lost_its_state_and_numbers_anew_overwrites_nothing(serve
     assert len(both.decisions) == 2 * len(_log_of(lines).decisions)
 
 
+def test_entries_of_a_state_that_is_lost_count_for_nothing(served):
+    """A service that goes back to an older state gives their numbers again; its first word says how many entries that has."""
+    lines = _lines(served[0])
+    entries = [i for i, line in enumerate(lines) if "entry_id" in line]
+    for number, i in enumerate(entries, 1):
+        lines[i]["number"] = number
+    at = entries[len(entries) // 2]
+    lost = [
+        line | {"entry_id": f"lost-{i}", "number": len(entries) // 2 + 1 + i, "seconds": 1e6}
+        for i, line in enumerate([lines[at]] * 3)
+    ]
+    back = {"kind": "note", "text": "controller started", "commit": 7, "num_booked": len(entries) // 2}
+    whole = _log_of(lines).entries
+    for told in ([], [back]):
+        found = _log_of([*lines[:at], *lost, *told, *lines[at:]]).entries
+        assert found == whole
+    assert _log_of([*lines[:at], *lost, back]).entries == whole[: len(entries) // 2]
+
+
 NAN = float("nan")
 
 

@@ -91,6 +91,30 @@ def test_a_slow_version_is_taken_back_barred_and_its_class_frozen(host, client, 
     assert read_desired(client, keys).class_versions == {"math": "v3"}, "it is barred, whoever asks"
 
 
+def test_every_class_that_a_slow_version_was_given_to_gets_its_own_version_before(
+    host, client, keys, serve_until_judged
+):
+    publish(host, "v3", decision_id=1)
+    serve_until_judged(host, v3=400.0)
+    publish(host, "v3", decision_id=2, bucket="code")
+    for bucket in ("math", "code", "law"):
+        publish(host, "v2", decision_id=3, bucket=bucket)
+    assert sorted(host.session.state.rollout.guards) == ["code", "law", "math"]
+    serve_until_judged(host, v2=150.0, v3=400.0)
+    assert read_desired(client, keys).class_versions == {"math": "v3", "code": "v3"}
+
+
+def test_no_policy_decides_upon_what_served_before_a_change_of_the_same_pass(host, client, keys):
+    seen = []
+    host.session.controller.tick = lambda now, context: seen.append(dict(context.class_versions)) or []
+    now = host.session.books.clock.now()
+    host.session.lives.publish("v2", "surely better", now, 1, "math", arm="full")
+    host.session.orders.tick(now)
+    assert seen == []
+    settle(host)
+    assert seen and all(versions == {"math": "v2"} for versions in seen)
+
+
 def test_a_class_without_a_version_before_goes_back_to_the_live_one(host, client, keys, serve_until_judged):
     publish(host)
     serve_until_judged(host, v2=150.0)
