@@ -159,6 +159,12 @@ class MixRegime(msgspec.Struct):
                 presence.num_regimes += share >= PRESENT_SHARE
         self.start, self.mean, self.num_epochs = now, {}, 0
 
+    def set_back(self, by_s: float) -> None:
+        """The clock was set back by so much."""
+        self.start -= by_s
+        if self.origin is not None:
+            self.origin -= by_s
+
     def forget(self, bucket: str) -> None:
         """The text behind a bucket changed: what it was will not return under this name."""
         self.past.pop(bucket, None)

@@ -21,6 +21,7 @@ from paceline.bandit.controller.epoch import (
     learn_history,
     part_bucket,
     rows_of,
+    set_back,
     text_began,
 )
 from paceline.bandit.controller.jobs import finish_job
@@ -110,8 +111,10 @@ class Controller:
         for version in (context.first_version, context.live_version, *context.class_versions.values()):
             if version and version not in state.lived:
                 state.lived.append(version)
-        if state.epoch_start is None or now < state.epoch_start:  # a new start may read a clock that was set back
+        if state.epoch_start is None:
             state.epoch_start = now
+        elif now < state.epoch_start:  # a new start may read a clock that was set back
+            set_back(state, state.epoch_start - now)
         if now - state.epoch_start < self._config.epoch_s:
             return []
         seconds, is_training = now - state.epoch_start, state.job is not None
@@ -249,8 +252,13 @@ class Controller:
         )
         state.last_job_id, state.last_job_started = decision.decision_id, now
         state.memory.job_started(job.bucket)
-        for bucket in (job.bucket, *job.others):
-            state.rows_at_job[bucket] = context.rows_written.get(bucket, context.rows.get(bucket, 0))
+        fresh = {bucket: rows_of(state, context, bucket)[1] for bucket in (job.bucket, *job.others)}
+        unread = max(
+            1.0 - job.arm.num_rows / max(sum(fresh.values()), 1), 0.0
+        )  # share of them that it was not told to read
+        for bucket, num in fresh.items():
+            written = context.rows_written.get(bucket, context.rows.get(bucket, 0))
+            state.rows_at_job[bucket] = max(written - int(unread * num), 0)
         return decision
 
     def _facts(self, view: View, bucket: str) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import itertools
 import math
 from typing import Any
 
+import msgspec
+
 from paceline.bandit.beliefs.belief import ACTIVE_SHARE, STEADY, BucketBelief, BucketMeter, epoch_weight
 from paceline.bandit.beliefs.gain_model import further_share
 from paceline.bandit.beliefs.interference import Slowdown
@@ -107,6 +109,22 @@ def begin_bucket(state: ControllerState, name: str, now: float, num_rows: int) -
     for rows in state.learned.values():
         rows.pop(name, None)
     state.buckets[name] = BucketRegime(now, rows_at_start=num_rows, num_alarms=int(num_rows > 0), began=now)
+
+
+def set_back(state: ControllerState, by_s: float) -> None:
+    """The clock was set back by so much: what is remembered of times keeps its order among itself and with what is to come."""
+    assert state.epoch_start is not None
+    state.epoch_start -= by_s
+    state.last_job_started -= by_s
+    state.last_job_ended -= by_s
+    if state.job is not None:
+        state.job = msgspec.structs.replace(state.job, started=state.job.started - by_s)
+    for regime in state.buckets.values():
+        regime.start -= by_s
+        if regime.began > 0:
+            regime.began -= by_s
+    if state.regime is not None:
+        state.regime.set_back(by_s)
 
 
 def class_began(state: ControllerState, name: str) -> float:

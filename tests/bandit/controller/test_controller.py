@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.bandit.controller.controller import Controller, HostContext
+from paceline.bandit.controller.epoch import class_began
 from paceline.bandit.policies.table import POLICIES
 from paceline.config import PolicyConfig
 from paceline.contracts import Decision, TrainResult
@@ -122,6 +123,30 @@ def test_a_clock_that_was_set_back_before_a_new_start_stops_no_decisions():
     epoch = again._state.epoch
     again.tick(back + w.config.epoch_s, context)
     assert again._state.epoch == epoch + 1, "it began anew"
+
+
+def test_what_is_remembered_of_times_goes_back_with_the_clock():
+    """A class that began before the clock was set back is older than the jobs that are ordered behind it."""
+    w = world()
+    d = _ordered(w)
+    state = w.controller._state
+    bucket = state.buckets[d.bucket]
+    bucket.began, bucket.start = w.clock.now() - 20.0, w.clock.now() - 15.0
+    others = {name: regime.began for name, regime in state.buckets.items() if name != d.bucket}
+    back = w.clock.now() - 3600.0
+    again = Controller.restore(w.controller.state(), w.config, w.controller._arms, clock=ManualClock(back))
+    again.tick(back, state.context)
+    found, since = again._state, state.epoch_start
+    assert found.buckets[d.bucket].began - back == pytest.approx(w.clock.now() - 20.0 - since)
+    assert found.buckets[d.bucket].start > found.buckets[d.bucket].began and found.job.started - back == pytest.approx(
+        state.job.started - since
+    )
+    assert class_began(found, d.bucket) < back and all(class_began(found, n) == began for n, began in others.items())
+    outcome = again.job_finished(
+        msgspec.structs.replace(_failed(d), status="accepted", version="v9", reason="it is better"),
+        decision_id=d.decision_id, now=back,
+    )  # fmt: skip
+    assert outcome.publish == "v9" and found.learned["v9"]
 
 
 def test_a_job_that_never_began_asks_for_no_more_rows():
