@@ -71,5 +71,6 @@ class Interference(msgspec.Struct):
         if rounds < MIN_ROWS or expected <= 0:
             return None
         relative = extra / expected
-        seconds = total * relative / max(1.0 + relative, FASTEST)
+        believed = max(relative, FASTEST - 1.0)
+        seconds = total * believed / (1.0 + believed)
         return Slowdown(seconds=seconds, relative=relative, share=seconds / max(open_s, total), num_rounds=rounds)

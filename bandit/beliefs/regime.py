@@ -65,6 +65,21 @@ class BucketRegime(msgspec.Struct):
     num_alarms: int = 0
     began: float = 0.0
     """When the name went to the present kind of text; 0 = no other had it."""
+    set_back_s: float = 0.0
+    """By how much the clock was set back since its text began."""
+
+    @property
+    def text_began(self) -> float:
+        """When the present text began, by another kind's end or an alarm, as the clock said then: what was learned of it goes by
+        this. 0 = it is the first one."""
+        began = self.start if self.num_alarms else self.began
+        return began + self.set_back_s if began else 0.0
+
+    def set_back(self, by_s: float) -> None:
+        """The clock was set back by so much."""
+        self.start -= by_s
+        self.began -= by_s if self.began else 0.0
+        self.set_back_s += by_s
 
     def update(self, lengths: dict[str, RatioSums]) -> bool:
         """Fold one epoch's acceptance lengths by version; True on an alarm.
@@ -91,7 +106,7 @@ class BucketRegime(msgspec.Struct):
 
     def reset(self, now: float, rows_written: int) -> None:
         """Begin anew after an alarm."""
-        self.start = now
+        self.start, self.set_back_s = now, 0.0
         self.rows_at_start = rows_written
         self.expected = {}
         self.residuals = []

@@ -87,17 +87,24 @@ class Controller:
 
     def forget_bucket(self, name: str) -> None:
         """A bucket is told apart no longer: its place went to another one."""
-        drop_bucket(self._state, name, self._state.epoch_start or 0.0)
+        drop_bucket(self._state, name, self._clock.now())
 
     def begin_bucket(self, name: str, now: float, num_rows: int) -> None:
         """The class behind a bucket has ended: what comes under its name, and rows behind the `num_rows` written so far, is another
         kind of text."""
+        self._follow_clock(now)
         begin_bucket(self._state, name, now, num_rows)
 
     def part_bucket(self, name: str, whole: str, now: float, num_rows: int) -> None:
         """Who made the versions of a bucket and what they have learned holds in a part of it that is told apart from now on, too;
         num_rows: as for `begin_bucket`."""
+        self._follow_clock(now)
         part_bucket(self._state, name, whole, now, num_rows)
+
+    def _follow_clock(self, now: float) -> None:
+        """A new start may read a clock that was set back."""
+        if self._state.epoch_start is not None and now < self._state.epoch_start:
+            set_back(self._state, self._state.epoch_start - now)
 
     def tick(self, now: float, context: HostContext) -> list[Decision]:
         """New decisions; [] between epoch ends. At most one of them is not 'hold'.
@@ -111,10 +118,9 @@ class Controller:
         for version in (context.first_version, context.live_version, *context.class_versions.values()):
             if version and version not in state.lived:
                 state.lived.append(version)
+        self._follow_clock(now)
         if state.epoch_start is None:
             state.epoch_start = now
-        elif now < state.epoch_start:  # a new start may read a clock that was set back
-            set_back(state, state.epoch_start - now)
         if now - state.epoch_start < self._config.epoch_s:
             return []
         seconds, is_training = now - state.epoch_start, state.job is not None
@@ -252,13 +258,8 @@ class Controller:
         )
         state.last_job_id, state.last_job_started = decision.decision_id, now
         state.memory.job_started(job.bucket)
-        fresh = {bucket: rows_of(state, context, bucket)[1] for bucket in (job.bucket, *job.others)}
-        unread = max(
-            1.0 - job.arm.num_rows / max(sum(fresh.values()), 1), 0.0
-        )  # share of them that it was not told to read
-        for bucket, num in fresh.items():
-            written = context.rows_written.get(bucket, context.rows.get(bucket, 0))
-            state.rows_at_job[bucket] = max(written - int(unread * num), 0)
+        for bucket in (job.bucket, *job.others):
+            state.rows_at_job[bucket] = context.rows_written.get(bucket, context.rows.get(bucket, 0))
         return decision
 
     def _facts(self, view: View, bucket: str) -> dict[str, Any]:
@@ -287,6 +288,7 @@ class Controller:
         """
         if decision_id in self._state.outcomes:
             return self._state.outcomes[decision_id]
+        self._follow_clock(now)
         outcome = finish_job(self._state, self._config, result, decision_id, now)
         log.info("job finished decision=%d publish=%s reason=%s", decision_id, outcome.publish, outcome.reason)
         return outcome

@@ -165,7 +165,7 @@ def read_log(path: Path) -> ServiceLog:
 def parse_log(data: bytes, path: str) -> ServiceLog:
     """The log in `data`; `path` names it in errors. Raises: ConfigError, see `read_log`."""
     lines = data[: data.rfind(b"\n") + 1].splitlines()
-    # all by what makes them one: exports that overlap may stand behind each other
+    # all by what makes them one: exports that overlap may stand behind each other, the oldest first
     measured: dict[tuple[float, float], FeedbackLine] = {}
     decisions: dict[tuple[bytes, int], Decision] = {}
     finished: dict[tuple[bytes, str], _Finished] = {}

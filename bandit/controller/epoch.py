@@ -85,7 +85,7 @@ def _has_drifted(state: ControllerState, seen: BucketObservation, start: float) 
 
 def drop_bucket(state: ControllerState, name: str, now: float) -> None:
     """Keep nothing of a bucket that is told apart no longer, once what its savings' windows lack is booked."""
-    _end_comparison(state, name, now)
+    _end_comparison(state, name, now, "gone")
     by_bucket: tuple[dict[str, Any], ...] = (
         state.windows, state.meters, state.latest, state.buckets, state.rows_written, state.table.scores, state.round_costs.sums,
         state.memory.staleness_s, state.memory.hedges, state.savings.static, state.savings.adaptive, state.owners,
@@ -120,9 +120,7 @@ def set_back(state: ControllerState, by_s: float) -> None:
     if state.job is not None:
         state.job = msgspec.structs.replace(state.job, started=state.job.started - by_s)
     for regime in state.buckets.values():
-        regime.start -= by_s
-        if regime.began > 0:
-            regime.began -= by_s
+        regime.set_back(by_s)
     if state.regime is not None:
         state.regime.set_back(by_s)
 
@@ -134,9 +132,9 @@ def class_began(state: ControllerState, name: str) -> float:
 
 
 def text_began(state: ControllerState, name: str) -> float:
-    """When a bucket's present text began, by another kind's end or a drift alarm; 0.0 = it is the first one."""
+    """When a bucket's present text began, by the clock of then; 0.0 = it is the first one."""
     regime = state.buckets.get(name)
-    return 0.0 if regime is None else regime.start if regime.num_alarms else regime.began
+    return 0.0 if regime is None else regime.text_began
 
 
 def part_bucket(state: ControllerState, name: str, whole: str, now: float, num_rows: int) -> None:
@@ -158,7 +156,7 @@ def _forget_bucket(state: ControllerState, name: str, start: float, now: float) 
     state.buckets[name].reset(start, state.rows_written.get(name, 0))
     state.table.reset_bucket(name)
     state.gains.reset_bucket(name)
-    _end_comparison(state, name, now)
+    _end_comparison(state, name, now, "end")
     state.required_rows.pop(name, None)
     state.learners.pop(name, None)
     state.unsure.pop(name, None)
@@ -166,9 +164,9 @@ def _forget_bucket(state: ControllerState, name: str, start: float, now: float) 
         learned.pop(name, None)
 
 
-def _end_comparison(state: ControllerState, name: str, now: float) -> None:
+def _end_comparison(state: ControllerState, name: str, now: float, why: str) -> None:
     for booking in state.savings.reset_bucket(name):
-        _book_saving(state, booking, f"e{state.epoch}:{name}:{booking.version}:end", now)
+        _book_saving(state, booking, f"e{state.epoch}:{name}:{booking.version}:{why}", now)
 
 
 def _book_saving(state: ControllerState, booking: Booking, detail: str, now: float) -> None:

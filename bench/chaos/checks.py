@@ -83,6 +83,8 @@ def answer_problems(answer: Answer, questions: Questions, *, may_break: bool) ->
     ):
         at = next((k for k, (a, b) in enumerate(zip(got, due, strict=False)) if a != b), min(len(got), len(due)))
         found.append(f"tokens {kind} at {at}: {got[at : at + 4]} instead of {due[at : at + 4]}")
+    if answer.is_malformed:
+        found.append(f"no answer that the API has: {answer.error}")
     if answer.num_late:
         found.append(f"{answer.num_late} events after [DONE]")
     if answer.looks_complete:

@@ -229,13 +229,13 @@ def redis_full(around: Surroundings) -> Blow:
         return True
 
     try:
-        for i in range(4096):
-            names.append(f"chaos:{i}")
-            client.set(names[-1], b"x" * FILL_BYTES)
-    except Exception as e:
-        if not cannot_store(e):
-            raise
-    try:
+        try:
+            for i in range(4096):
+                names.append(f"chaos:{i}")
+                client.set(names[-1], b"x" * FILL_BYTES)
+        except Exception as e:  # another fault may have taken it away meanwhile
+            if not (isinstance(e, OUTAGE_ERRORS) or cannot_store(e)):
+                raise
         _hold(around, 2.0, 5.0)
     finally:
         wait_for(emptied, "room in Redis", check=around.place.check)  # it may be away for another reason

@@ -43,6 +43,8 @@ class Answer:
     """Events after [DONE]."""
     error: str | None = None
     """An explicit error: status, error event or broken connection."""
+    is_malformed: bool = False
+    """What came is no answer of the API."""
     num_usage: int | None = None
     """Tokens that the service says it sent."""
     stats: list[dict] = field(default_factory=list)
@@ -87,6 +89,8 @@ async def send(
             await asyncio.sleep(pause_s)
     except httpx.TransportError as e:
         answer.error = repr(e)
+    except (ValueError, LookupError, TypeError) as e:
+        answer.error, answer.is_malformed = f"malformed: {e!r}", True
     finally:
         answer.ended_s = time.monotonic()
 

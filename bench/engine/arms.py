@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -393,10 +394,10 @@ def make_groups(
 ) -> list[BenchGroup]:
     """Cut prompts into groups of group_size requests, of which `batch` run at once; a rest that fills no group is left out.
 
-    Request i of the list draws with seed + i in every arm. label: part of the tag, where a cell has several lists. Every cell
-    has a tenant of its own, since others ran the same prompts.
+    Request i of the list draws with seed + i in every arm. label: part of the tag, where a cell has several lists. Every list has
+    a tenant of its own, since others ran the same prompts, and another one whenever it begins again.
     """
-    out = []
+    out, num_seen = [], Counter[tuple[int, ...]]()
     for i, at in enumerate(range(0, len(prompts) - group_size + 1, group_size)):
         params = tuple(
             SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed + at + j, ignore_eos=ignore_eos)
@@ -404,8 +405,12 @@ def make_groups(
         )
         cell = f"{bucket}-{batch}-{temperature:g}"
         texts = tuple(prompts[at : at + group_size])
+        tenant = f"{cell}-{label}-{max(num_seen[text] for text in texts)}"
+        num_seen.update(set(texts))
         out.append(
-            BenchGroup(tag=f"{cell}-{label}{i}", bucket=bucket, prompts=texts, params=params, batch=batch, tenant=cell)
+            BenchGroup(
+                tag=f"{cell}-{label}{i}", bucket=bucket, prompts=texts, params=params, batch=batch, tenant=tenant
+            )
         )
     return out
 

@@ -17,6 +17,9 @@ from paceline.serving.loading.checkpoint import open_checkpoint
 from paceline.serving.loading.gguf_file import PLAIN_TYPES, GgufFile
 from paceline.serving.loading.gguf_model import gguf_name, has_turned_rows, interleave_rows
 
+_FAMILY = "general.architecture"
+_OWN = (_FAMILY, "general.file_type", "general.quantization_version", "general.alignment")
+"""What the writer says of a file itself."""
 _TYPES = {dtype: GGMLQuantizationType[name] for name, dtype in PLAIN_TYPES.items()}
 
 
@@ -58,10 +61,9 @@ def copy_gguf(source: Path, path: Path, dtype: torch.dtype) -> None:
     """
     file = GgufFile(source)  # says in one sentence what is wrong with a file
     fields = GGUFReader(source).fields
-    family = "general.architecture"
-    writer = GGUFWriter(path, str(file.value(family, str)))
+    writer = GGUFWriter(path, str(file.value(_FAMILY, str)))
     for name, field in fields.items():
-        if name in file.values and name not in (family, "general.file_type", "general.quantization_version"):
+        if name in file.values and name not in _OWN:
             kinds = field.types
             writer.add_key_value(
                 name, field.contents(), kinds[0], kinds[-1] if kinds[0] == GGUFValueType.ARRAY else None

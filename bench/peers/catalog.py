@@ -97,7 +97,7 @@ class Peer:
 
 
 _TRANSFORMERS = (  # it would take nearly all memory for K and V
-    "serve {folder} --host 127.0.0.1 --port {port} --device cpu --continuous-batching --cb-max-batch-tokens 512 "
+    "serve {folder} --host 127.0.0.1 --port {port} --device cpu --dtype bfloat16 --continuous-batching --cb-max-batch-tokens 512 "
     f"--cb-block-size {PAGE_TOKENS} --cb-num-blocks {{pages}}"
 )
 _LLAMA_SERVER = (
@@ -143,7 +143,7 @@ def _vllm(more: str = "") -> Kind:
 
 
 def _paceline(drafter: str | None) -> Kind:
-    words = "-m paceline.cli.main serve --model {model} --port {port} --data-dir {room}"
+    words = "-m paceline.cli.main serve --model {model} --dtype bfloat16 --port {port} --data-dir {room}"
     way = Way(words=words + (f" --drafter {drafter}" if drafter else ""), modules=("paceline",), packages=("paceline",))
     return Kind(ways=(way,), install="pip install . in a checkout of Paceline")
 

@@ -395,7 +395,8 @@ class Lives:
         kept = {b: v for b, v in base.class_versions.items() if v != guard.version or b in state.assigned}
         others = {b: v for b, v in kept.items() if b != guard.scope}
         unfit = {"", base.version, base.canary_version, *state.lifecycle.barred(), *state.evicted}
-        for own in (guard, *(g for g in state.rollout.guards.values() if g.version == guard.version)):
+        also = [g for g in state.rollout.guards.values() if g.version == guard.version and g.is_wanted(base)]
+        for own in (guard, *also):
             if own.before is not None and own.before not in unfit and own.scope not in state.assigned:
                 others[own.scope] = own.before
         self._reassign(base, others, guard.scope, text, now, guard.decision_id, left=_status_after(verdict))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from paceline.contracts import DrafterManifest, ReplicaReport
+from paceline.contracts import CLASS_PREFIX, DrafterManifest, ReplicaReport
 from paceline.errors import DrafterMismatchError, ManifestError, PacelineError, StorageHangsError
 from paceline.infra.controller.store import Books
 from paceline.infra.state.desired import read_reports
@@ -84,6 +84,11 @@ class Surroundings:
                 state.rows_written[s.bucket] = state.rows_written.get(s.bucket, 0) + s.num_rows
         self.rows = rows
         state.seen_shards = [s.shard_id for s in shards]
+        # Replicas name buckets that have no place here; without a row there is nothing left to learn of them.
+        for name in state.rows_written.keys() - rows.keys() - state.traffic.totals.keys() - self._books.kept_classes():
+            if not name.startswith(CLASS_PREFIX):
+                del state.rows_written[name]
+                self._books.policy.forget_bucket(name)
         every = self.registry.list()
         self.versions = [m for m in every if self._target in ("", m.target_version)]
         self.learned_rows, self.shadow = learned_rows(self.versions), shadow_lengths(self.versions)

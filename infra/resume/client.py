@@ -349,9 +349,8 @@ class ResumingClient:
 
     async def _next(self, stream: ItemStream, patience_s: float) -> bytes:
         try:
-            async with asyncio.timeout(
-                patience_s
-            ):  # `wait_for` of Python 3.11 swallows a cancellation beside an arrival
+            # not `wait_for`, which in Python 3.11 swallows a cancellation beside an arrival
+            async with asyncio.timeout(patience_s):
                 return await anext(stream)
         except StopAsyncIteration:
             raise _Broken("its stream ended without a last event") from None

@@ -19,6 +19,7 @@ from array import array
 from collections import Counter
 from typing import Any, ClassVar
 
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from paceline.serving.wire.exchange import BODY_GRACE_S, WRITE_S
@@ -114,6 +115,8 @@ class Connection(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         self._unparsed_bytes = 0
         super().on_body(body)
+        if self.pipeline and len(self.cycle.body) > HIGH_WATER_LIMIT:  # uvicorn reads no further, and sees nobody leave
+            self.transport.abort()
 
     def on_message_complete(self) -> None:
         self._unparsed_bytes = 0

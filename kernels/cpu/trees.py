@@ -162,9 +162,8 @@ class TreeMaker:
         kept, kappa_at, num_kappas = self._read(*proposal, vocab_size), 0, 1
         num_requests, num_slots = kept[1].shape[:2]  # type: ignore[union-attr]
         if kappa is not None:
-            kappa = np.ascontiguousarray(
-                kappa
-            )  # corrections of several keys are picked by index, which leaves another order
+            # corrections of several keys are picked by index, which leaves another order of memory
+            kappa = np.ascontiguousarray(kappa)
             num_kappas, kappa_at = kappa.shape[1], torch.from_numpy(kappa).data_ptr()
             if num_kappas not in (1, num_requests) or kappa.shape[2] != num_slots:
                 raise ValueError(f"a proposal must have {num_kappas} nodes, one a request, got {num_requests}")

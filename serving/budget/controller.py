@@ -16,7 +16,7 @@ from paceline.serving.budget.cost_model import CostModel
 from paceline.serving.budget.node_rule import FixedRule, NodeRule, RateRule
 from paceline.serving.budget.round_costs import RoundCosts
 from paceline.serving.budget.stats import DraftKey, RoundObservation
-from paceline.serving.budget.switch import PROBE_NODES, REPLAYED_NODES, Switch
+from paceline.serving.budget.switch import FIRST_WAIT, PROBE_NODES, REPLAYED_NODES, Switch
 
 
 class BudgetController:
@@ -73,6 +73,15 @@ class BudgetController:
         if self._switch is None:
             return [key is not None for key in keys]
         return self._switch.wants(keys, context_rows, backlogs or [0] * len(keys), horizons or [1 << 30] * len(keys))
+
+    def catch_up_rows(self, num_prompt_rows: int, context_rows: int, num_requests: int) -> int:
+        """How many rows of long backlogs drafters may ingest in a round: such as take no longer than a forward of so many prompt
+        rows, or than the plain rounds that a probe may stop all streams for. As many as those, before any was timed."""
+        costs = self.costs
+        if costs.ingest_row_s <= 0:
+            return num_prompt_rows
+        plain_s = costs.round_s(num_requests, 0, context_rows, num_requests)
+        return int(max(costs.verify.seconds(num_prompt_rows), FIRST_WAIT * plain_s) / costs.catch_up_s(1))
 
     def rest(self, keys: Iterable[DraftKey], num_requests: int) -> int:
         """How many rounds of the same requests need no decision: nothing is drafted and no probe begins. `skip` each."""

@@ -89,8 +89,7 @@ class CostModel:
 
     def _reset(self, rows: list[float], batch: list[float], *, is_known: bool) -> None:
         self._rows, self._batch = rows, batch
-        self.is_known = is_known
-        """Whether anything was declared, calibrated or measured."""
+        self._is_known = is_known
         self._tables: dict[tuple[int, int], tuple[list[float], np.ndarray]] = {}  # by requests and context
         self._num_kept = 0
         self._lines: dict[int, tuple[float, ...]] = {}
@@ -225,8 +224,8 @@ class CostModel:
         bucket = log2_bucket(context_rows)
         old = self._scales.get(bucket, self._scale)
         ratio = seconds / self._at_calibration(rows, context_rows, num_requests)
-        if not self.is_known:
-            self.is_known, old = True, ratio
+        if not self._is_known:
+            self._is_known, old = True, ratio
         self._scale = old + self.RATE * (min(ratio, self.MAX_JUMP * old) - old)
         self._scales[bucket] = self._scale
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from paceline.kernels.reference.tree_attention import CALL_PAIRS
 from paceline.serving.budget.cost_model import CostCurve, CostModel, log2_bucket
@@ -82,14 +81,12 @@ class RoundCosts:
         )
 
     def alone_s(
-        self, verify_s: float, num_rows: int, num_prompt_rows: int, context_rows: int, is_drafted: Sequence[bool]
+        self, verify_s: float, num_rows: int, num_prompt_rows: int, context_rows: int, num_requests: int
     ) -> float:
-        """What the tree rows of a forward that took prompt rows along would have taken alone: what such rows take otherwise,
-        as few of them cost much more than their share by number; that share, before any were timed."""
-        if not self.verify.is_known:
-            return verify_s * num_rows / (num_rows + num_prompt_rows)
-        seconds = self.drafted_verify_s if True in is_drafted else self.verify.seconds
-        return min(seconds(num_rows, context_rows, len(is_drafted)), verify_s)
+        """Part of a forward that took prompt rows along which its tree rows would have taken alone: few of them cost much more
+        than their share by number. What slows the machine down slows both parts."""
+        alone_s = self.verify.seconds(num_rows, context_rows, num_requests)
+        return verify_s * alone_s / self.verify.seconds(num_rows + num_prompt_rows, context_rows, num_requests)
 
     def aux_s(self, num_drafting: int) -> float:
         """What a round takes outside drafting and verify."""
@@ -112,12 +109,6 @@ class RoundCosts:
     def catch_up_s(self, num_rows: int) -> float:
         """Ingesting so many rows of long backlogs."""
         return num_rows * self.ingest_row_s * self.speed
-
-    def catch_up_rows(self, num_prompt_rows: int) -> int:
-        """How many rows of long backlogs take as long as a forward of so many prompt rows; as many, before any was timed."""
-        if self.ingest_row_s <= 0:
-            return num_prompt_rows
-        return max(int(self.verify.seconds(num_prompt_rows) / self.catch_up_s(1)), 1)
 
     def row_s(self, context_rows: int, num_requests: int) -> float:
         """One more row of a verify forward that has a draft node a request already."""
@@ -146,6 +137,8 @@ class RoundCosts:
             self.draft.observe(num_drafting, seen.draft_s / speed)
         if seen.num_catch_up_rows > 0:
             row_s = seen.catch_up_s / seen.num_catch_up_rows / speed
+            if self.ingest_row_s:  # a hiccup is not what rows take
+                row_s = min(row_s, 4 * self.ingest_row_s)
             self.ingest_row_s += (0.2 if self.ingest_row_s else 1.0) * (row_s - self.ingest_row_s)
         if seen.num_leaves > 0 and not seen.has_text_turns:
             self.expand.observe(seen.num_leaves, seen.expand_s / speed)

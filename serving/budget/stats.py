@@ -36,6 +36,8 @@ class RoundObservation:
     catch_up_s: float = 0.0
     """Drafting time, not in draft_s, that went into rows which earlier plain rounds left behind."""
     num_catch_up_rows: int = 0
+    catching_up: Sequence[int] = ()
+    """Requests that those rows are of, or that wait for their turn: they draft once they have caught up."""
     frontier_mass: Sequence[float] = field(default_factory=list)
     """(B,) mass re-entered; empty when no block was re-entered."""
     num_accepted_tokens_reentered: Sequence[int] = field(default_factory=list)

@@ -195,8 +195,8 @@ class Switch:
         self._sizes: dict[int, _Size] = {}
         self._num_rounds = 1
         """Rounds that the next decision stands for."""
-        self._owed_s = 0.0
-        """Catching up, at calibration speed, of rounds in which nobody could draft yet: the next drafted round answers for it."""
+        self._owed_s: dict[DraftKey, float] = {}
+        """Catching up, at calibration speed, that no drafted round of the class has answered for yet."""
         self._foretold: OrderedDict[tuple[str, str], float] = OrderedDict()
         """(version, bucket) -> acceptance length by exact replay, of which a class knows nothing better yet."""
 
@@ -496,24 +496,33 @@ class Switch:
         if is_whole or not drafted:
             level = math.log(plain_s / self._costs.verify.prior(num_requests, seen.context_rows, num_requests))
             size.note(is_drafted=is_whole, level=level)
-        self._owed_s += seen.catch_up_s / self._costs.speed
+        behind = self._note_catching_up(seen)
         if not drafted:
             return
         plain_s *= math.exp(size.bias)
-        # Beyond a plain round, to be shared by the classes
-        extra, is_probed = (seen.round_s + self._owed_s * self._costs.speed) / plain_s - 1, False
-        self._owed_s = 0.0
+        extra, is_probed = seen.round_s / plain_s - 1, False  # beyond a plain round, to be shared by the classes
         for key, rows in drafted.items():
             tokens = 1 + sum(seen.num_accepted_tokens[i] for i in rows) / len(rows)
             nodes = sum(seen.num_nodes[i] for i in rows) / len(rows)
             cost = extra * len(rows) / num_drafting - (tokens - 1) * len(rows) / num_requests
             records = self._records(key, num_requests)
             is_probed |= records[0].left > 0
+            if records[0].left > 0 and key in behind:  # the probe begins when all that it is of draft
+                continue
+            cost += self._owed_s.pop(key, 0.0) * self._costs.speed / plain_s
             for record in records:
                 record.note(len(rows), tokens, nodes, cost)
         if is_whole or not is_probed:  # text drafters have something for a part of the requests only
             counts = {key: len(rows) for key, rows in drafted.items()}
             self._learn_time(seen.round_s / plain_s, counts, seen.context_rows, num_requests)
+
+    def _note_catching_up(self, seen: RoundObservation) -> set[DraftKey]:
+        """Share out what catching up took; returns the classes of requests that go on with it."""
+        keys = [key for i in seen.catching_up if (key := seen.keys[i]) is not None]
+        self._owed_s = {key: owed for key, owed in self._owed_s.items() if key in seen.keys}  # nobody is left to draft
+        for key in keys:
+            self._owed_s[key] = self._owed_s.get(key, 0.0) + seen.catch_up_s / self._costs.speed / len(keys)
+        return {key for i in seen.catching_up if not seen.is_drafted[i] and (key := seen.keys[i]) is not None}
 
     def _records(self, key: DraftKey, num_requests: int) -> tuple[Record, Record]:
         """Those of a class that has drafted and of its version."""

@@ -216,11 +216,10 @@ def catch_up(
         ingest: takes the indices of some requests and where the next rows of each end.
     Returns: how many rows were taken.
     """
-    num_done, behind = 0, [i for i, r in enumerate(requests) if is_behind(r)]
+    num_done = 0
     while num_done < max_rows:
         room, rows, stops = min(chunk_rows, max_rows - num_done), list[int](), list[int]()
-        for i in behind:  # the others would be padded to them
-            r = requests[i]
+        for i, r in enumerate(requests):
             num_rows = max(0, min(room, r.context_len - 1 - r.drafted_len))
             if num_rows:
                 room -= num_rows
@@ -297,6 +296,7 @@ class DecodeRunner:
         self._is_apart, self._num_apart = False, 0  # versions of one slot draft apart now, and how often they came to
         self._catch_up_s, self._num_catch_up_rows = 0.0, 0
         self._catch_up_spans: list[CudaSpan] = []
+        self._catching_up: list[int] = []
         self._commit_s = 0.0
         self.num_rounds = 0
         self.num_rows = 0
@@ -321,12 +321,17 @@ class DecodeRunner:
             found = self._run_graphed(self._graphed, batch, keys, by_slot, prompts)
         if found is None:
             found = self._run_eagerly(batch, keys, by_slot, text_rows, prompts)
-        self._catch_up_s += sum(span.seconds() for span in self._catch_up_spans)
+        if self._catch_up_spans:
+            catch_up_s = sum(span.seconds() for span in self._catch_up_spans)
+            self._catch_up_s += catch_up_s
+            if not found.is_committed and found.draft.draft_s > 0:  # the drafting pass has waited for them
+                found.draft.draft_s = max(found.draft.draft_s - catch_up_s, 0.0)
+                found.draft.model_s = max(found.draft.model_s - catch_up_s, 0.0)
         draft, model_s, verify_s = found.draft, found.draft.model_s + self._catch_up_s, found.verify_s
         self.num_rows = draft.tree.token_ids.numel()
         if prompts is not None:
-            context_rows, costs = sum(r.context_len for r in requests), self._policy.budget.costs
-            alone_s = costs.alone_s(verify_s, self.num_rows, prompts.num_rows, context_rows, draft.is_drafted)
+            costs = self._policy.budget.costs
+            alone_s = costs.alone_s(verify_s, self.num_rows, prompts.num_rows, draft.context_rows, len(requests))
             start += verify_s - alone_s
             verify_s = alone_s
         self._finish_round(batch, found, start, model_s, verify_s)
@@ -478,7 +483,7 @@ class DecodeRunner:
     def _wanted(self, batch: _Batch) -> tuple[list[DraftKey | None], dict[SlotKey, list[int]], list[int]]:
         """The round's keys, and the requests that the policy wants drafted: by slot, and those from text."""
         requests = batch.requests
-        self._catch_up_s, self._num_catch_up_rows, self._catch_up_spans = 0.0, 0, []
+        self._catch_up_s, self._num_catch_up_rows, self._catch_up_spans, self._catching_up = 0.0, 0, [], []
         if not batch.has_drafters:
             return batch.keys, {}, []
         if batch.num_resting > 0:
@@ -643,31 +648,35 @@ class DecodeRunner:
         ones: as much as takes no longer than a chunk of a prompt. None of them when it fails on the way."""
         drafter = self._slots.drafter(slot)
         assert drafter is not None
-        requests = [batch.requests[i] for i in rows]
         features = self._kv.features if drafter.caps.needs_features else None
         if drafter.caps.needs_features and features is None:
             self._slots.mark_failed(slot, "it needs tapped hidden states, which this engine does not keep")
             return []
-        if not any(map(is_behind, requests)):
+        behind = [i for i in rows if is_behind(batch.requests[i])]
+        if not behind:
             return rows
+        late = [batch.requests[i] for i in behind]
         start, span = self._timer(), open_span(self._target.device)
-        graphed, longest = self._graphed, max(r.context_len for r in requests)
-        graph_rows = 0 if graphed is None else graphed.ingest_rows(drafter, rows, longest)
+        graphed, longest = self._graphed, max(r.context_len for r in late)
+        graph_rows = 0 if graphed is None else graphed.ingest_rows(drafter, behind, longest)
         chunk_rows = min(graph_rows, self._chunk_rows) if graph_rows else self._chunk_rows
-        max_rows = self._policy.budget.costs.catch_up_rows(max(self._chunk_rows, MAX_BACKLOG_ROWS))
+        context_rows = sum(r.context_len for r in batch.requests)
+        max_rows = self._policy.budget.catch_up_rows(self._chunk_rows, context_rows, len(batch.requests))
+        max_rows = max(max_rows, MAX_BACKLOG_ROWS)  # more than a round adds
 
         def ingest(chosen: list[int], stops: list[int]) -> None:
-            own = [rows[i] for i in chosen]
+            own = [behind[i] for i in chosen]
             if graphed is not None and graph_rows:
                 graphed.ingest(drafter, batch.requests, own, stops)
             else:
                 table, temperatures = self._of(batch, own, self._table(batch)[:, :longest])
-                drafter.ingest(draft_inputs([requests[i] for i in chosen], table, temperatures, features, stops))
+                drafter.ingest(draft_inputs([late[i] for i in chosen], table, temperatures, features, stops))
 
+        self._catching_up += behind
         try:
-            self._num_catch_up_rows += catch_up(requests, chunk_rows, max_rows - self._num_catch_up_rows, ingest)
+            self._num_catch_up_rows += catch_up(late, chunk_rows, max_rows - self._num_catch_up_rows, ingest)
         except torch.OutOfMemoryError:
-            self._starve(requests)
+            self._starve(late)
             return []
         except Exception as e:  # a broken drafter costs speed, never a request
             self._slots.mark_failed(slot, f"ingest raised {type(e).__name__}: {e}")
@@ -737,7 +746,7 @@ class DecodeRunner:
         round_s = self._timer() - start
         self._policy.observe(
             draft, plan, verify_s=verify_s, round_s=round_s - self._catch_up_s, catch_up_s=self._catch_up_s,
-            num_catch_up_rows=self._num_catch_up_rows,
+            num_catch_up_rows=self._num_catch_up_rows, catching_up=self._catching_up,
         )  # fmt: skip
         if self._output.feedback is not None:
             share_ms, ts, is_training = round_s * share, self._output.clock.now(), self._output.is_training

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ from paceline.paths import is_gguf, model_version
 from paceline.serving.target_model.model import first_line, unservable
 
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, StrictDataclassError)
+_ADDED = re.compile(r"(?:model\.)?layers\.(\d+)\..*(?:\.bias|norm\.weight)$")
+"""Parameters that change what a decoder layer computes; what lies behind the last layer is a head of its own."""
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
@@ -102,6 +105,14 @@ class FolderCheckpoint:
             # transformers would fill them with random numbers and serve nonsense
             first = sorted(info["missing_keys"])[0]
             raise ConfigError(f"model {self.path} lacks weights, first {first}; download it again")
+        # transformers would leave them out, and serve another model
+        extra = sorted(
+            name
+            for name in info["unexpected_keys"]
+            if (found := _ADDED.match(name)) and int(found[1]) < getattr(model.config, "num_hidden_layers", 0)
+        )
+        if extra:
+            raise ConfigError(f"model {self.path} has weights that its config.json knows nothing of, first {extra[0]}")
         bad = next((n for n, p in model.named_parameters() if not bool(torch.isfinite(p).all())), None)
         if bad is not None:
             raise ConfigError(f"model {self.path} has non-finite weights in {bad}; download it again")

@@ -33,6 +33,18 @@ _FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
 _MAX_CONTEXT = 2**24
+_SCALING = ("type", "factor", "original_context_length", "finetuned", "yarn_beta_fast", "yarn_beta_slow")
+"""Keys of RoPE scaling that are read, or that say nothing of how it is computed."""
+_NO_SCALING = {
+    "attn_factor": 1.0,
+    "alpha": 0.0,
+    "yarn_attn_factor": 1.0,
+    "yarn_ext_factor": 1.0,
+    "yarn_log_multiplier": 0.0,
+}
+"""Others, and what they hold where they change nothing."""
+_YARN = {"beta_fast": 32.0, "beta_slow": 1.0}
+"""Of YaRN, where a file says nothing."""
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Settings of every released Llama with scaled RoPE; files hold only the factors that follow from them."""
 
@@ -193,9 +205,10 @@ class GgufCheckpoint:
         file, own = self._file, f"{self._family}.rope."
         # As llama.cpp reads them: a factor alone is linear, and older files call it otherwise
         kind, theta = file.values.get(own + "scaling.type", "linear"), self._fraction("rope.freq_base", 10000.0)
-        for name, neutral in (("attn_factor", 1.0), ("alpha", 0.0)):
-            if (found := file.values.get(f"{own}scaling.{name}", neutral)) != neutral:
-                raise self._unfit(f"rope.scaling.{name} {found}")
+        for name, found in file.values.items():
+            last = name.removeprefix(own + "scaling.")
+            if last != name and last not in _SCALING and found != _NO_SCALING.get(last):
+                raise self._unfit(f"rope.scaling.{last} {found}")
         out = {"rope_type": "default", "rope_theta": theta}
         factor = (
             1.0 if kind == "none" else self._fraction("rope.scaling.factor", self._fraction("rope.scale_linear", 1.0))
@@ -212,7 +225,8 @@ class GgufCheckpoint:
             return {**out, "rope_type": "linear", "factor": factor}
         if kind == "yarn":
             before = file.value(own + "scaling.original_context_length", int)
-            return {**out, "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": before}
+            betas = {name: self._fraction(f"rope.scaling.yarn_{name}", beta) for name, beta in _YARN.items()}
+            return {**out, **betas, "rope_type": "yarn", "factor": factor, "original_max_position_embeddings": before}
         raise self._unfit(f"RoPE scaling {kind!r}")
 
     def _llama3_factor(self, theta: float, head_dim: int) -> float:

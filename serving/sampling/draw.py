@@ -314,7 +314,8 @@ def draw_tokens(
             they follow one another, for penalties and banned words; None = there are none.
         uniforms: (N,) float64, when the caller has computed batch.uniforms(owner, positions) already.
         owner_list: `owner` on the host, where the caller knows it.
-    Returns: (N,) int64.  Syncs: reads owner unless owner_list is given, and extra_token_ids where words are banned.
+    Returns: (N,) int64.  Syncs: reads owner unless owner_list is given, extra_token_ids where words are banned, and off the
+        CPU three numbers or more where requests filter.
     """
     if batch.is_all_greedy:
         return argmax_rows(logits)

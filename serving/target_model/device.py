@@ -45,21 +45,32 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_ram_bytes(cgroup: Path = _CGROUP) -> int:
-    """RAM that can be taken without swapping; in a container also not more than its memory limit leaves."""
+    """RAM that can be taken without swapping; in a container also not more than its memory limit leaves. What it holds of files,
+    such as mapped weights, is given back for the asking."""
     import psutil  # a bare GPU machine may lack it, and is never asked
 
     available = psutil.virtual_memory().available
-    for limit_file, used_file in (
-        ("memory.max", "memory.current"),  # cgroup v2
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),  # v1
+    for limit_file, used_file, prefix in (
+        ("memory.max", "memory.current", ""),  # cgroup v2
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_"),  # v1
     ):
         try:
             limit, used = ((cgroup / name).read_text().strip() for name in (limit_file, used_file))
         except OSError:  # another cgroup version, or no Linux
             continue
         if limit.isdigit() and used.isdigit():  # v2 writes 'max' where there is no limit
-            available = min(available, max(0, int(limit) - int(used)))
+            held = int(used) - _file_bytes((cgroup / used_file).with_name("memory.stat"), prefix)
+            available = min(available, max(0, int(limit) - max(held, 0)))
     return available
+
+
+def _file_bytes(stat: Path, prefix: str) -> int:
+    """Of the pages that a container holds of files, by its memory.stat; 0 where that cannot be read."""
+    try:
+        words = dict(line.split(maxsplit=1) for line in stat.read_text().splitlines())
+        return int(words[f"{prefix}inactive_file"]) + int(words[f"{prefix}active_file"])
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
 @lru_cache

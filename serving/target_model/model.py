@@ -144,7 +144,7 @@ class TargetModel:
             self._use_int8()
         elif fast_path is not False and num_ranks == 1:
             self._choose_fast_path(is_required=fast_path is True)
-        if not self.is_fast_path and num_ranks == 1:
+        if not self.is_fast_path:
             self._check_modules()
 
     @property

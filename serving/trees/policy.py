@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -123,7 +123,7 @@ class TreePolicy:
         """Propose, build, maybe re-enter, and cut all trees of the round to the budget that maximises tokens per second.
 
         Args:
-            groups: the requests for which wants_draft said True, by drafter.
+            groups: the requests for which wants_draft said True and whose drafters have caught up, by drafter.
             keys: (B,), as for wants_draft.
             anchor_token_ids: (B,) int64, of all B requests.
         Returns: trees of the B requests in round order. A drafter that raises or proposes invalid log-probabilities
@@ -217,11 +217,13 @@ class TreePolicy:
         round_s: float,
         catch_up_s: float = 0.0,
         num_catch_up_rows: int = 0,
+        catching_up: Sequence[int] = (),
     ) -> None:
         """Learn from a verified round.
 
         verify_s: seconds of the verify forward. round_s: seconds of the whole round without prefill and without
-        catch_up_s, which drafters spent on num_catch_up_rows that earlier plain rounds had left behind.
+        catch_up_s, which drafters spent on num_catch_up_rows that earlier plain rounds had left behind. catching_up: requests
+        that those are of, or that wait for their turn.
         """
         paths = plan.on_host()
         num_accepted_tokens = [len(rows) - 1 for rows, _ in paths]
@@ -251,6 +253,7 @@ class TreePolicy:
                 num_leaves=draft.num_leaves,
                 catch_up_s=catch_up_s,
                 num_catch_up_rows=num_catch_up_rows,
+                catching_up=catching_up,
                 frontier_mass=draft.frontier_mass,
                 num_accepted_tokens_reentered=reentered,
                 has_text_turns=self._has_text_turns(draft),

@@ -26,7 +26,7 @@ def _without(values: Any, *names: str) -> Any:
 
 def refusal_as(part: Any, kind: str) -> Any:
     """A part of an assistant's message that says why there is no answer as a part of text, which it is for the model."""
-    if not (isinstance(part, dict) and part.get("type") == "refusal"):
+    if not (isinstance(part, dict) and part.get("type") == "refusal" and "text" not in part):
         return part
     return {**_without(part, "type", "refusal"), "type": kind, "text": part.get("refusal")}
 

@@ -112,7 +112,8 @@ class World:
             factor *= float(machine.pareto(1.5)) + 2 if machine.random() < self.hiccup else 1.0
             draft_s = factor * (self.draft_s + self.draft_request_s * n if n else 0.0)
             verify_s = factor * self.verify_s(len(keys) + sum(num_nodes))
-            behind = sum(r.backlog for r, w in zip(requests, wants, strict=True) if w and r.backlog > 32)
+            catching_up = [i for i, (r, w) in enumerate(zip(requests, wants, strict=True)) if w and r.backlog > 32]
+            behind = sum(requests[i].backlog for i in catching_up)
             catch_up_s = factor * self.ingest_row_s * behind
             seconds = draft_s + verify_s + factor * self.rest_s
             if not isinstance(choose, bool):
@@ -120,7 +121,7 @@ class World:
                     RoundObservation(
                         keys=keys, is_drafted=wants, num_nodes=num_nodes, num_accepted_tokens=accepted,
                         context_rows=context, draft_s=draft_s, verify_s=verify_s, round_s=seconds,
-                        catch_up_s=catch_up_s, num_catch_up_rows=behind,
+                        catch_up_s=catch_up_s, num_catch_up_rows=behind, catching_up=catching_up,
                     )
                 )  # fmt: skip
             for r, w, k in zip(requests, wants, accepted, strict=True):

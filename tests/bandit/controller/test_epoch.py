@@ -439,7 +439,7 @@ def test_what_the_comparison_lacks_is_booked_where_a_class_ends():
         service.two_groups(0.004, 0.005 + 0.001 * number)
     service.controller.forget_bucket("a")
     service.close()
-    ends = [e for e in service.entries if e.entry_id.endswith(":end")]
+    ends = [e for e in service.entries if e.entry_id.endswith(":gone")]
     assert [(e.kind, e.bucket, e.version) for e in ends] == [("saving", "a", "v1")] and ends[0].seconds > 0
     true_s = sum(20 * TOKENS * (0.001 + 0.001 * number) for number in range(10))
     assert abs(service.booked("saving") - true_s) < abs(service.booked("saving") - ends[0].seconds - true_s)

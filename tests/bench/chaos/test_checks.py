@@ -74,6 +74,8 @@ def test_a_part_that_looks_like_the_whole_is_never_excused():
         WANT[:3], may_break=True, is_done=False, error="boom", finish_reason="length"
     )
     assert "1 events after [DONE]" in problems(WANT[:NUM], num_late=1)
+    malformed = problems([], is_malformed=True, error="malformed: KeyError()", may_break=True)
+    assert "no answer that the API has" in malformed
 
 
 # ---- the books ----------------------------------------------------------------------------------------------------------

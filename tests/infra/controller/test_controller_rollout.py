@@ -414,6 +414,26 @@ def test_weights_that_a_killed_controller_gave_up_are_deleted_by_the_next(shared
     assert registry.without_weights == {"v2", "v3"}
 
 
+def test_names_of_clients_that_traces_once_had_are_kept_for_as_long_as_there_are_rows(
+    shared_redis, keys, tmp_path, seeded
+):
+    """Every life of a replica names buckets that never get a place."""
+    store = MemoryStore(shards=[Shard("own", "math", 100)])
+    host = make_host(shared_redis.url, keys, tmp_path, store=store)
+    host.connect()
+    settle(host)
+    for life in range(5):
+        store.shards = [Shard(f"{life}-{n}", f"name-{life}-{n}", 10) for n in range(20)]
+        store.shards += [Shard(f"class-{life}", "~class-1", 10)]
+        settle(host)
+    written = host.session.state.rows_written
+    assert sorted(written) == sorted([*(f"name-4-{n}" for n in range(20)), "~class-1"]) and written["~class-1"] == 50
+    assert set(host.session.controller.forgotten) == {
+        "math",
+        *(f"name-{life}-{n}" for life in range(4) for n in range(20)),
+    }
+
+
 def test_old_traces_go_while_no_replica_runs(shared_redis, keys, tmp_path, seeded):
     import time
 

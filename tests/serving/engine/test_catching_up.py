@@ -1,6 +1,7 @@
 """Catching up: a drafter gets every backlog row once, in order, no request that has none in the call, and no round waits for
 more rows than take as long as a chunk of a prompt."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -38,13 +39,15 @@ def test_every_backlog_row_is_ingested_once_and_in_order_by_calls_without_bystan
     table = torch.arange(7 * 100).view(7, 100)
     drafter, temperatures = RecordingDrafter(), torch.arange(7.0)
 
-    def ingest(rows, stops):
+    def ingest(behind, chosen, stops):
+        rows = [behind[i] for i in chosen]
         own = [requests[i] for i in rows]
         drafter.ingest(draft_inputs(own, table[rows], temperatures[rows], None, stops))
 
     late, num_rows, num_rounds = [r for r in requests if is_behind(r)], 0, 0
     while any(map(is_behind, requests)):
-        num_taken = catch_up(requests, chunk_rows, max_rows, ingest)
+        behind = [i for i, r in enumerate(requests) if is_behind(r)]
+        num_taken = catch_up([requests[i] for i in behind], chunk_rows, max_rows, functools.partial(ingest, behind))
         assert 0 < num_taken <= max_rows
         num_rows, num_rounds = num_rows + num_taken, num_rounds + 1
         assert not is_behind(late[0]) or num_rounds * max_rows < 90, "the first comes first"
@@ -69,7 +72,7 @@ def test_no_round_waits_for_more_backlog_than_takes_as_long_as_a_chunk_of_a_prom
     """A long prompt is caught up with from round to round; meanwhile it decodes plainly and the others draft."""
     drafter = FeatureDrafter()
     engine = make_engine(drafter, num_pages=100, prefill_chunk_tokens=40)
-    engine.policy.budget.costs.catch_up_rows = lambda num_prompt_rows: num_prompt_rows
+    engine.policy.budget.catch_up_rows = lambda num_prompt_rows, *_: num_prompt_rows
     short = Run(engine, "short", max_tokens=40)
     for _ in range(4):
         engine.step()

@@ -80,6 +80,7 @@ def test_a_file_without_a_head_has_its_embedding_for_one(tmp_path):
     [
         {"rope_type": "linear", "factor": 4.0},
         {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 8.0, "beta_slow": 2.0},
         {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
     ],
 )  # fmt: skip
@@ -90,6 +91,7 @@ def test_rope_scaling_is_the_models(tmp_path, rope):
     model = type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict())
     values = {f"llama.rope.scaling.{k}": v for k, v in (("type", rope["rope_type"]), ("factor", rope["factor"]))}
     values["llama.rope.scaling.original_context_length"] = 128
+    values |= {f"llama.rope.scaling.yarn_{k}": rope[k] for k in ("beta_fast", "beta_slow") if k in rope}
     tensors = {}
     if rope["rope_type"] == "llama3":
         base = 500000.0 ** (-torch.arange(0, 64, 2).float() / 64)
@@ -192,6 +194,9 @@ REFUSED = [
     ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon nan"),
     ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.0}, "rope.scaling.factor 0.0"),
     ({"llama.rope.scaling.attn_factor": 0.5}, "rope.scaling.attn_factor 0.5"),
+    ({"llama.rope.scaling.yarn_attn_factor": 0.5}, "rope.scaling.yarn_attn_factor 0.5"),
+    ({"llama.rope.scaling.yarn_log_multiplier": 0.1}, "rope.scaling.yarn_log_multiplier 0.1"),
+    ({"llama.rope.scaling.of_tomorrow": True}, "rope.scaling.of_tomorrow True"),
 ]
 
 

@@ -111,6 +111,23 @@ def test_senseless_bytes_are_refused_by_the_configuration(value):
         ({"memory.max": "3000", "memory.current": "1000"}, 2000),
         ({"memory.max": "1000", "memory.current": "3000"}, 0),
         ({"memory/memory.limit_in_bytes": "500", "memory/memory.usage_in_bytes": "100"}, 400),
+        (
+            {
+                "memory.max": "3000",
+                "memory.current": "2900",
+                "memory.stat": "anon 900\nfile 2000\ninactive_file 1500\nactive_file 400\nslab 3",
+            },
+            2000,
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": "500",
+                "memory/memory.usage_in_bytes": "450",
+                "memory/memory.stat": "inactive_file 1\nactive_file 1\ntotal_inactive_file 200\ntotal_active_file 50",
+            },
+            300,
+        ),
+        ({"memory.max": "3000", "memory.current": "1000", "memory.stat": "inactive_file ?\n"}, 2000),
     ],
 )
 def test_a_containers_limit_counts(tmp_path, files, want):

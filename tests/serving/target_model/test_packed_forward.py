@@ -9,6 +9,7 @@ import torch
 
 from paceline.kernels.cpu.library import ISA_VARIABLE
 from paceline.kernels.dispatch import select_kernels
+from paceline.serving.budget.cost_model import CostModel
 from paceline.serving.target_model.kv_cache import PageAllocator
 from paceline.serving.target_model.model import TargetBatch, forward_together
 from tests.helpers.engines import VOCAB, FeatureDrafter, Run, Sinks, finish, greedy, make_engine, target
@@ -122,6 +123,7 @@ def test_the_prompts_share_of_the_forward_is_no_part_of_the_rounds_time():
     timed = Timed(target())
     engine = make_engine(sinks=sinks, packs_prompts=True, prefill_chunk_tokens=8, model=timed)
     engine._decode._timer = lambda: now[0]
+    engine.policy.budget.costs.verify = CostModel(float)
     Run(engine, "decodes", (5, 6), max_tokens=12)
     engine.step()
     Run(engine, "prompt", PROMPTS[1], max_tokens=1)
