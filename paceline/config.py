@@ -95,7 +95,8 @@ class EngineConfig:
     """Prompt rows that one round may prefill, over all requests."""
     min_prefill_tokens: A[int, Setting(ge=1)] = 64
     """Prompt rows of a round however many requests decode; otherwise the rows of the draft trees count against
-    prefill_chunk_tokens, which bounds the time between two chunks of an answer."""
+    prefill_chunk_tokens, which bounds the time between two chunks of an answer. A drafter that has to catch up with a long
+    prompt does so from round to round, in each for about as long as prefill_chunk_tokens prompt rows take."""
     priority_aging_s: A[float, Setting(gt=0)] = 30.0
     """Seconds of waiting that are worth one step of priority: nobody waits for ever behind better priorities."""
     prefix_caching: bool = True

@@ -90,6 +90,8 @@ class Record:
     """Mean of the nodes of a drafted request."""
     left: int = 0
     """Rounds left of a trial or probe."""
+    num_passed: int = 0
+    """Drafted rounds that it passed over."""
     is_idle: bool = False
     """Whether no request drafts: the class is off, or catching up pays for none."""
     wait: float = 0.0
@@ -108,9 +110,17 @@ class Record:
             self.tokens, past, self.time, 0.0, self.nodes, self.left, self.is_idle, self.wait, state=self.state
         )
 
+    def waits(self) -> bool:
+        """Whether a trial or probe passes over a round in which requests still catch up: it is about all that it drafts for."""
+        if self.left == 0 or self.num_passed == FIRST_WAIT:
+            return False
+        self.num_passed += 1
+        return True
+
     def begin_probe(self) -> None:
         """Draft for some rounds, whatever the past says."""
         self.state, self.left, self.probe, self.is_idle = "probe", PROBE_ROUNDS, Probe(), False
+        self.num_passed = 0
         self.weight = min(self.weight, PAST)
 
     def note(self, num_drafts: int, tokens: float, nodes: float, cost: float) -> None:
@@ -507,7 +517,7 @@ class Switch:
             cost = extra * len(rows) / num_drafting - (tokens - 1) * len(rows) / num_requests
             records = self._records(key, num_requests)
             is_probed |= records[0].left > 0
-            if records[0].left > 0 and key in behind:  # the probe begins when all that it is of draft
+            if key in behind and records[0].waits():
                 continue
             cost += self._owed_s.pop(key, 0.0) * self._costs.speed / plain_s
             for record in records:

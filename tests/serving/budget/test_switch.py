@@ -379,3 +379,47 @@ def test_what_text_turns_take_says_nothing_of_the_drafters_costs():
 def test_without_a_switch_a_text_that_goes_on_always_has_the_turn():
     ctrl = BudgetController(TreeConfig(policy="bastion"), CostModel(lambda rows: 10e-3))
     assert ctrl.turns([KEY, KEY, None], [TEXT, None, None], 100) == [TEXT, KEY, None]
+
+
+@pytest.mark.parametrize("num_behind", [0, 1, 3])
+def test_a_trial_begins_when_all_that_it_drafts_for_have_caught_up_and_ends_where_some_never_do(num_behind):
+    """Drafting makes nothing here; the others of the batch wait for a prompt of which every round takes a part."""
+    ctrl = BudgetController(TreeConfig(), CostModel(lambda rows: 5e-3 + 1e-4 * rows))
+    ctrl.costs.ingest_row_s = 1e-5
+    states = []
+    for _ in range(40):
+        wants = ctrl.wants_draft([KEY] * 4, 400, [1] * (4 - num_behind) + [4000] * num_behind, [64] * 4)
+        is_drafted = [w and i < 4 - num_behind for i, w in enumerate(wants)]
+        catching_up = [i for i, w in enumerate(wants) if w and not is_drafted[i]]
+        ctrl.observe(
+            RoundObservation(
+                keys=[KEY] * 4, is_drafted=is_drafted, num_nodes=[4 * d for d in is_drafted],
+                num_accepted_tokens=[0] * 4, context_rows=400, draft_s=4e-3 if any(is_drafted) else 0.0, verify_s=6e-3,
+                round_s=10e-3 if any(is_drafted) else 6e-3, catch_up_s=2e-3 if catching_up else 0.0,
+                num_catch_up_rows=200 if catching_up else 0, catching_up=catching_up,
+            )
+        )  # fmt: skip
+        states.append(dict(ctrl.states())[KEY])
+    assert states[0] == "trial" and states[-1] == "off"
+    waited = states.index("off")
+    assert waited <= 12 if num_behind == 0 else 16 <= waited <= 28
+
+
+def test_what_one_class_takes_to_catch_up_is_no_cost_of_another():
+    other = ("v1", "code", True)
+    costs = {}
+    for has_other in (False, True):
+        ctrl = BudgetController(TreeConfig(), CostModel(lambda rows: 5e-3 + 1e-4 * rows))
+        ctrl.costs.ingest_row_s = 1e-5
+        keys = [KEY, KEY, other, other]
+        for _ in range(3):
+            ctrl.wants_draft(keys, 400, [1, 1, 4000, 4000], [64] * 4)
+            ctrl.observe(
+                RoundObservation(
+                    keys=keys, is_drafted=[True, True, False, False], num_nodes=[4, 4, 0, 0],
+                    num_accepted_tokens=[1, 1, 0, 0], context_rows=400, draft_s=1e-3, verify_s=6e-3, round_s=7e-3,
+                    catch_up_s=0.05 * has_other, num_catch_up_rows=500 * has_other, catching_up=[2, 3] if has_other else [],
+                )
+            )  # fmt: skip
+        costs[has_other] = ctrl._switch.record(KEY, 4).probe.cost
+    assert costs[True] == pytest.approx(costs[False])
