@@ -90,14 +90,14 @@ class Record:
     """Mean of the nodes of a drafted request."""
     left: int = 0
     """Rounds left of a trial or probe."""
-    num_passed: int = 0
-    """Drafted rounds that it passed over."""
     is_idle: bool = False
     """Whether no request drafts: the class is off, or catching up pays for none."""
     wait: float = 0.0
     """Rounds until the next probe; counts down while idle."""
     num_lost: int = 0
     """Probes in a row after which drafting stayed off."""
+    num_passed: int = 0
+    """Drafted rounds that the latest trial or probe passed over."""
     probe: Probe | None = None
     """The latest one while it runs or its verdict holds."""
     state: str = "trial"
@@ -107,8 +107,9 @@ class Record:
         """A record that begins with what is known here."""
         past = min(self.weight, PAST)
         return Record(
-            self.tokens, past, self.time, 0.0, self.nodes, self.left, self.is_idle, self.wait, state=self.state
-        )
+            tokens=self.tokens, weight=past, time=self.time, nodes=self.nodes, left=self.left, is_idle=self.is_idle,
+            wait=self.wait, num_passed=self.num_passed, state=self.state,
+        )  # fmt: skip
 
     def waits(self) -> bool:
         """Whether a trial or probe passes over a round in which requests still catch up: it is about all that it drafts for."""
