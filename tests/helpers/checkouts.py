@@ -74,17 +74,20 @@ class Engines:
     ) -> dict:
         workloads = module("paceline.bench.common.workloads", "paceline.bench.workloads")
         request = module("paceline.serving.sampling.request", "paceline.serving.request")
+        names = bucket.split("+")
         if bucket not in self.prompts:
-            texts = [p.text for p in workloads.load_prompts(bucket, None, 240, 0)]
-            self.prompts[bucket] = [tuple(self.loading.encode(self.target, text)) for text in texts]
+            texts = [[p.text for p in workloads.load_prompts(name, None, 240, 0)] for name in names]
+            in_turn = [text for texts_in_turn in zip(*texts, strict=False) for text in texts_in_turn]
+            self.prompts[bucket] = [tuple(self.loading.encode(self.target, text)) for text in in_turn]
         pool = self.prompts[bucket]
+        buckets = tuple(names[(first + i) % len(names)] for i in range(count)) if len(names) > 1 else ()
         params = [
             request.SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=first + i) for i in range(count)
         ]
         timing = self.arms[arm].run(
             self.bench.BenchGroup(
                 tag=f"{bucket}-{batch}-{temperature:g}-{first}", bucket=bucket, batch=batch, params=tuple(params),
-                prompts=tuple(pool[(first + i) % len(pool)] for i in range(count)),
+                prompts=tuple(pool[(first + i) % len(pool)] for i in range(count)), buckets=buckets,
             )
         )  # fmt: skip
         return {"seconds": timing.seconds, "tokens": timing.num_tokens}
@@ -220,7 +223,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON lines, one a group")
     parser.add_argument("--show", type=Path, help="print the table of such a file; nothing runs")
     parser.add_argument("--drafters", type=lambda s: s.split(","), default=["specblock", "dflash", "suffix"])
-    parser.add_argument("--buckets", type=lambda s: s.split(","), default=["tools", "code", "math"])
+    parser.add_argument(
+        "--buckets",
+        type=lambda s: s.split(","),
+        default=["tools", "code", "math"],
+        help="A+B: requests of both in turn",
+    )
     parser.add_argument("--batches", type=numbers, default=[1, 8, 64])
     parser.add_argument("--temperatures", type=lambda s: [float(t) for t in s.split(",")], default=[0.0])
     parser.add_argument(
