@@ -111,8 +111,9 @@ class Record:
             wait=self.wait, num_passed=self.num_passed, state=self.state,
         )  # fmt: skip
 
-    def waits(self) -> bool:
-        """Whether a trial or probe passes over a round in which requests still catch up: it is about all that it drafts for."""
+    def pass_over(self) -> bool:
+        """Whether a trial or probe leaves out a round in which requests still catch up, as it is about all that it drafts for;
+        counts those that it does."""
         if self.left == 0 or self.num_passed == FIRST_WAIT:
             return False
         self.num_passed += 1
@@ -518,7 +519,7 @@ class Switch:
             cost = extra * len(rows) / num_drafting - (tokens - 1) * len(rows) / num_requests
             records = self._records(key, num_requests)
             is_probed |= records[0].left > 0
-            if key in behind and records[0].waits():
+            if key in behind and records[0].pass_over():
                 continue
             cost += self._owed_s.pop(key, 0.0) * self._costs.speed / plain_s
             for record in records:

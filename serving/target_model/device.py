@@ -65,7 +65,7 @@ def available_ram_bytes(cgroup: Path = _CGROUP) -> int:
 
 
 def _file_bytes(stat: Path, prefix: str) -> int:
-    """Of the pages that a container holds of files, by its memory.stat; 0 where that cannot be read."""
+    """Bytes that a container holds of files, by its memory.stat; 0 where that cannot be read."""
     try:
         words = dict(line.split(maxsplit=1) for line in stat.read_text().splitlines())
         return int(words[f"{prefix}inactive_file"]) + int(words[f"{prefix}active_file"])

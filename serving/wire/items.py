@@ -19,7 +19,7 @@ _OF_ANSWERS = ("annotations", "logprobs", "parsed", "parsed_arguments")
 
 
 def _without_extras(values: Any) -> Any:
-    """Also without fields that hold nothing, as clients send back what they were given."""
+    """An item without what answers add and without fields that hold nothing: clients send back what they were given."""
     if not isinstance(values, dict):
         return values
     return {k: v for k, v in values.items() if k not in _OF_ANSWERS and v is not None}
