@@ -50,6 +50,12 @@ print(clock.now() - real())
 """
 
 
+@pytest.fixture(autouse=True)
+def anchored(monkeypatch):
+    """This process's clock reads as if the process began now: the wall clock of a virtual machine steps while others run."""
+    monkeypatch.setattr(machine, "_WALL_S", time.time() - machine.steady())
+
+
 def skewed_node(skew_s: float, folder: Path, url: str, clock: str = "redis") -> float:
     """A node whose clock is off writes five shards and enforces the limits after each; its clock's error afterwards."""
     command = [sys.executable, "-c", SKEWED, str(skew_s), str(folder), url, clock, str(MAX_AGE_S)]
