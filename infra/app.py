@@ -358,6 +358,8 @@ def start_ray(config: ServiceConfig) -> bool:
     # Ray's workers run at nice 15: whatever else the computer does would come before an answer that somebody waits for,
     # and the trainer, which is nicer by itself, would get a third of a core that a replica needs
     os.environ.setdefault("RAY_worker_niceness", "0")
+    # a trainer's process that waits for its next order has imported everything; Ray would end it after a second
+    os.environ.setdefault("RAY_idle_worker_killing_time_threshold_ms", "600000")
     for name, value in SERVE_SETTINGS.items():
         os.environ.setdefault(name, value)
     # on a busy computer a proxy takes longer to start than Serve's 5 s, and Serve would kill it for that

@@ -66,6 +66,8 @@ class RoundStats(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a training job was running on this host during the round (for interference)."""
     ts: list[float]
     """End of the round, seconds since the epoch."""
+    is_from_text: list[bool] = []
+    """Whether the text drafter beside the version had the round: it says nothing about the version. [] = no round."""
 
     @property
     def num_rows(self) -> int:
@@ -81,11 +83,12 @@ class RoundStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SizeSums(msgspec.Struct, array_like=True, gc=False):
-    """Rounds of one cell at one batch size."""
+    """Rounds of one cell at one batch size: drafted by its version, by a text drafter beside it, or plain."""
 
     num_rounds: Count = 0
-    """Rounds, with or without a draft."""
+    """Rounds of all three kinds."""
     drafted_rounds: Count = 0
+    """Those that the version drafted for."""
     drafted_s: Amount = 0.0
     """Device seconds of the drafted rounds."""
     plain_s: Amount = 0.0
@@ -96,6 +99,14 @@ class SizeSums(msgspec.Struct, array_like=True, gc=False):
     """Those of the rounds without a draft."""
     draft_ratio: Amount = 0.0
     """Plain rounds that a drafted one would take, by the engine's cost tables; 0 = not told, as where all were drafted."""
+    text_rounds: Count = 0
+    text_s: Amount = 0.0
+    """Device seconds of the rounds that a text drafter had."""
+    text_tokens: Count | Amount = 0
+
+    @property
+    def plain_rounds(self) -> int:
+        return self.num_rounds - self.drafted_rounds - self.text_rounds
 
 
 class RequestSums(msgspec.Struct, array_like=True, gc=False):
@@ -106,11 +117,12 @@ class RequestSums(msgspec.Struct, array_like=True, gc=False):
     num_tokens: Count | Amount = 0
     """Emitted tokens; whole numbers take less room where they stay such."""
     drafted_rounds: Count | Amount = 0
+    """Those that the version drafted for."""
     kept: Count | Amount = 0
     """Accepted + bonus tokens of the drafted rounds."""
     num_rounds: Count = 0
     num_run: Count = 0
-    """Rounds in which its drafter ran, also where none of its nodes was worth verifying."""
+    """Rounds in which its version ran, also where none of its nodes was worth verifying."""
     batch_sum: Count = 0
     """Sum of the batch sizes of its rounds."""
     is_greedy: bool = False
@@ -152,6 +164,8 @@ class RoundMean(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     num_rounds: Count
     mean_s: Amount
     """Per request of the round."""
+    is_from_text: bool = False
+    """Drafted by a text drafter; is_drafted is true of them, too."""
 
 
 class FeedbackSums(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -518,6 +532,8 @@ class TrainResult(msgspec.Struct, frozen=True, kw_only=True):
     """Of the learner's gain since its base, to go on with; `paceline.bootstrap.LOG_SURE` is enough."""
     num_rows_before: int = 0
     """Fresh rows that its learner had learned since the base in earlier bursts."""
+    start_s: float | None = None
+    """Part of train_s before the first row was learned: imports in a process that is new, reading of models and text. None = not told."""
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
 """Trace writer: finished traces reach the store without the engine ever waiting.
 
-A bounded queue and one thread. A store that fails is tried again with what comes meanwhile, as long as that is no more
-than the queue holds; what does not fit is dropped and counted. Nothing of it reaches the engine.
+A queue bounded by traces and bytes, and one thread. A store that fails is tried again with what comes meanwhile, as long as that
+is no more than the queue holds; what does not fit is dropped and counted. Nothing of it reaches the engine.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.adapt.data.trace_store import TraceStore
@@ -19,6 +20,9 @@ from paceline.machine import Clock, SystemClock
 from paceline.serving.sampling.request import RequestTrace
 
 log = logging.getLogger(__name__)
+
+WAITING_SHARE = 0.25
+"""Of the store's size: what may wait for it in memory."""
 
 
 @dataclass(slots=True)
@@ -32,13 +36,24 @@ class _Pending:
     """The store failed: they wait for another flush interval."""
 
 
+def num_bytes(trace: RequestTrace) -> int:
+    """Memory of a trace's tensors."""
+    return sum(t.numel() * t.element_size() for t in (trace.features, trace.topk_ids, trace.topk_logprobs))
+
+
 class TraceWriter:
     """A TraceSink that writes shards per bucket in its own thread; all methods are thread-safe."""
 
-    def __init__(self, store: TraceStore, config: TraceConfig, *, clock: Clock | None = None) -> None:
+    def __init__(
+        self, store: TraceStore, config: TraceConfig, *, clock: Clock | None = None, keeps_limits: bool = True
+    ) -> None:
+        """keeps_limits: deletes what the store may no longer hold, by `config`; else others do."""
+        self._keeps_limits = keeps_limits
         self._store, self._config, self._clock = store, config, clock or SystemClock()
         self._queue: queue.Queue[RequestTrace | threading.Event | None] = queue.Queue(maxsize=config.max_pending)
         self._pending: dict[tuple[str, str], _Pending] = {}
+        self._num_waiting_bytes = 0
+        """Of the traces that were recorded and neither written nor dropped."""
         self._lock = threading.Lock()
         self._counts = {"traces_written": 0, "traces_dropped": 0, "shards_written": 0, "shards_failed": 0}
         self._is_closed = False
@@ -47,7 +62,8 @@ class TraceWriter:
 
     def wants(self, request_id: str, bucket: str) -> bool:
         """Whether this request is traced: it lies in the share and a trace would have a place now."""
-        return self.is_sampled(request_id) and not self._is_closed and not self._queue.full()
+        has_place = not self._queue.full() and self._num_waiting_bytes <= WAITING_SHARE * self._config.max_bytes
+        return self.is_sampled(request_id) and not self._is_closed and has_place
 
     def is_sampled(self, request_id: str) -> bool:
         """Whether this request lies in the traced share (crc32 of its id, equal on every replica).
@@ -59,13 +75,18 @@ class TraceWriter:
 
     def record_trace(self, trace: RequestTrace) -> None:
         """Append a trace that was wanted; drops and counts when the queue is full or the writer is closed. Never blocks."""
-        if self._is_closed:
-            self._count("traces_dropped", 1)
-            return
+        size = num_bytes(trace)
+        with self._lock:
+            before = self._num_waiting_bytes
+            is_wanted = not self._is_closed and (before == 0 or before + size <= WAITING_SHARE * self._config.max_bytes)
+            self._num_waiting_bytes += size if is_wanted else 0
         try:
+            if not is_wanted:
+                raise queue.Full
             self._queue.put_nowait(trace)
         except queue.Full:
             self._count("traces_dropped", 1)
+            self._count_off([trace] if is_wanted else [])
 
     def counters(self) -> dict[str, int]:
         """Traces written and dropped, shards written and failed, traces waiting in the queue."""
@@ -94,6 +115,11 @@ class TraceWriter:
     def _count(self, name: str, number: int) -> None:
         with self._lock:
             self._counts[name] += number
+
+    def _count_off(self, traces: Sequence[RequestTrace]) -> None:
+        """These wait no more."""
+        with self._lock:
+            self._num_waiting_bytes -= sum(map(num_bytes, traces))
 
     def _run(self) -> None:
         poll_s = max(0.01, min(0.5, self._config.flush_interval_s / 2))
@@ -143,12 +169,16 @@ class TraceWriter:
                 log.warning("trace shard of bucket %s lost: %r", key[0], e)
                 self._count("shards_failed", 1)
                 self._count("traces_dropped", len(pending.traces))
+                self._count_off(pending.traces)
                 continue
             self._count("shards_written", 1)
             self._count("traces_written", len(pending.traces))
+            self._count_off(pending.traces)
             self._enforce()
 
     def _enforce(self) -> None:
+        if not self._keeps_limits:
+            return
         max_age_s = self._config.max_age_s if self._clock.is_set else float("inf")  # of all nodes' traces
         try:
             self._store.enforce_limits(self._config.max_bytes, max_age_s, self._clock.now())

@@ -234,8 +234,7 @@ class Learner:
                     raise ValueError(f"{name} must be finite")
                 p.copy_(weights)
                 self._mean[name].copy_(mean)
-            found = self._run.optimizer.state_dict()
-            found["state"] = {}
+            found: dict[str, Any] = {"state": {}}
             for name, value in tensors.items():
                 if name.startswith("optimizer/"):
                     _, i, field = name.split("/")

@@ -1,12 +1,14 @@
 """Training task (RAY LEAF): a training order in a process of its own, beside serving.
 
-A plain task with `max_calls=1`: its process ends with it, so that memory goes back. It is never retried by Ray, since
-whoever ordered it holds a lease on it; a lost worker is a failed job. Infrastructure hands in that lease as a picklable
-object that connects inside the task.
+On a CPU Ray may give the next order to the same process, which has imported everything by then: that takes as long as a short
+burst. On a GPU the process ends with the task, so that its memory goes back. A task is never retried by Ray, since whoever
+ordered it holds a lease on it; a lost worker is a failed job. Infrastructure hands in that lease as a picklable object that
+connects inside the task.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -25,6 +27,11 @@ from paceline.contracts import TrainJob, TrainResult
 from paceline.paths import keep_private
 
 log = logging.getLogger(__name__)
+
+MAX_CALLS = 32
+"""Orders that a process carries out on a CPU: what memory allocators do not give back goes with it."""
+_taken: dict[str, float] = {}
+"""Of this process: "nice", what its nice value was raised by; "cpu", its CPU seconds when its latest order ended."""
 
 
 class JobLease(Protocol):
@@ -64,22 +71,27 @@ def run_leased_job(
         target: as `model` of the service's configuration; it must be on this node.
         device: where the drafter is trained and scored, cpu or cuda.
         chain: as ShadowConfig has it.
-        niceness: added to this process's nice value; 0 leaves it (a process cannot take it back).
+        niceness: that of this process, over the one that it began with; 0 leaves it (a process cannot take it back).
     """
-    if niceness:
-        os.nice(niceness)
+    if niceness > _taken.get("nice", 0):
+        os.nice(niceness - int(_taken.get("nice", 0)))
+        _taken["nice"] = niceness
     clock = device_clock(device, threads)
     run = partial(
         _run_job, job, trace_root, registry_root, target, threads=threads, device=device, chain=chain,
         learners=LearnerStore(learner_root), clock=clock,
     )  # fmt: skip
-    if lease is None:
-        return run()
-    lease.clock = clock
-    with lease:  # before the imports: they are seconds, and on a busy core minutes
-        result = run(should_stop=lease.should_stop)
-    lease.finish(result)
-    return result
+    try:
+        if lease is None:
+            return run()
+        lease.clock = clock
+        with lease:  # before the imports: they are seconds, and on a busy core minutes
+            result = run(should_stop=lease.should_stop)
+        lease.finish(result)
+        return result
+    finally:
+        gc.collect()  # the model and what it learned hold one another
+        _taken["cpu"] = time.process_time()
 
 
 def _run_job(
@@ -89,7 +101,7 @@ def _run_job(
 
     log.info("training started job=%s bucket=%s arm=%s", job.job_id, job.bucket, job.arm.name)
     store, registry = TraceStore(trace_root), DrafterRegistry(registry_root)
-    # its process is the job's alone: what imports took of a CPU is paid for, too
+    # what imports took of a CPU is paid for, too, by the first order of a process
     return run_training_job(job, store, registry, target, shadow=ShadowConfig(chain=chain), began=0.0, **options)
 
 
@@ -108,11 +120,12 @@ def device_clock(
 ) -> Callable[[], float]:
     """Seconds that this process takes of its device, by its threads' time: a polite process is not charged for its waiting.
 
-    A CPU is taken by so many threads. A GPU is driven by one, which spins while it waits for the GPU (CUDA's
+    A CPU is taken by so many threads, from the process's beginning or the end of its order before. A GPU is driven by one, which spins while it waits for the GPU (CUDA's
     cudaDeviceScheduleAuto), from the first look behind the GPU's opening: not by imports, nor by waiting for stores.
     """
     if device == "cpu":
-        return lambda: spent() / threads
+        before = _taken.get("cpu", 0.0)
+        return lambda: (spent() - before) / threads
     began: float | None = None
 
     def taken_s() -> float:
@@ -126,11 +139,16 @@ def device_clock(
     return taken_s
 
 
-@ray.remote(max_calls=1, max_retries=0)
 def train_task(job: TrainJob, **options: object) -> TrainResult:
     """run_leased_job in a Ray worker."""
     keep_private()
     return run_leased_job(job, **options)  # type: ignore[arg-type]
+
+
+_TASKS: dict[str, Any] = {
+    "cpu": ray.remote(max_calls=MAX_CALLS, max_retries=0)(train_task),
+    "cuda": ray.remote(max_calls=1, max_retries=0)(train_task),
+}
 
 
 def task_options(resources: TrainerResources, threads: int = 1) -> dict[str, Any]:
@@ -156,7 +174,6 @@ def launch_training(
     It waits until a node has the resources free, and trains on the GPU when it asks for one.
     """
     wanted = resources or TrainerResources()
-    task: Any = train_task.options(**task_options(wanted, threads))
-    return task.remote(
-        job, threads=threads, niceness=wanted.niceness, device="cuda" if wanted.num_gpus > 0 else "cpu", **options
-    )
+    device = "cuda" if wanted.num_gpus > 0 else "cpu"
+    task = _TASKS[device].options(**task_options(wanted, threads))
+    return task.remote(job, threads=threads, niceness=wanted.niceness, device=device, **options)

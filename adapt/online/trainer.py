@@ -214,6 +214,7 @@ def _run(
         should_stop=watch.should_stop,
         save=lambda: learners.save(key, *learner.state()) if learners is not None else None,
     )
+    start_s = watch.elapsed()
     try:
         for done in burst.run(text.fresh, text.rehearsal):
             progress(done, len(text.fresh), {"nll": learner.nll})
@@ -272,6 +273,7 @@ def _run(
         num_requests=burst.num_learned,
         log_evidence=log_evidence,
         num_rows_before=num_rows_before,
+        start_s=start_s,
     )
 
 

@@ -38,12 +38,17 @@ class BatchCost(msgspec.Struct, frozen=True, kw_only=True):
     """Device seconds of a drafted round, per request, when they were seen last; None when too few ever were."""
     plain_token_s: float | None
     """Device seconds per token without drafting, when a good part of the rounds went without."""
+    text_share: float = 0.0
+    """Of its tokens: those from rounds that a text drafter had, whatever version is live."""
+    text_token_s: float = 0.0
+    """Device seconds per token of these."""
 
     def token_s(self, length: np.ndarray | float) -> np.ndarray:
-        """Device seconds per token at an acceptance length, like its argument; never dearer than plain decoding."""
+        """Device seconds per token at an acceptance length, like its argument; never dearer than plain decoding and text."""
         plain = np.inf if self.plain_token_s is None else self.plain_token_s
         round_s = np.inf if self.round_s is None else self.round_s
-        return np.minimum(round_s / np.maximum(length, 1.0), plain)
+        own = np.minimum(round_s / np.maximum(length, 1.0), plain)
+        return self.text_share * self.text_token_s + (1.0 - self.text_share) * own
 
 
 class BucketBelief(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,6 +146,7 @@ class BucketMeter(msgspec.Struct):
     plain_s: float = 0.0
     plain_tokens: float = 0.0
     rounds: float = 0.0
+    """All but those of text drafters."""
     num_epochs: int = 0
 
     def update(self, observation: BucketObservation | None, weight: float = FAST) -> None:
@@ -163,7 +169,7 @@ class BucketMeter(msgspec.Struct):
             self.drafted_rounds += s.drafted_rounds
             self.plain_s += s.plain_s
             self.plain_tokens += s.plain_tokens
-            self.rounds += s.num_rounds
+            self.rounds += s.num_rounds - s.text_rounds
 
     def time_per_token_s(self) -> float | None:
         return self.seconds / self.tokens if self.tokens > 0 else None

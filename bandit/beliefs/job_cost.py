@@ -10,6 +10,8 @@ TRAIN_PRIOR = {"calibration": (0.4, 0.1), "head": (0.6, 0.8), "lora": (1.2, 1.5)
 """Parameter set -> (fixed seconds, seconds per 1,000 rows) on one CPU thread."""
 SHADOW_PRIOR = (0.2, 0.45)
 """The same of scoring, whatever is trained: every request is scored before it is learned."""
+START_PRIOR_S = 1.0
+"""Before the first row: 4 s of a CPU in a process that imports everything, 0.3 s in one that did so for an order before."""
 STAGING_PRIOR_S = 0.1
 """Per replica."""
 SLOWDOWN_PRIOR = 0.05
@@ -78,11 +80,12 @@ class JobCost(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CostModel(msgspec.Struct):
-    """Linear priors per parameter set, scaled by what jobs really cost (an arm's jobs and, more weakly, all jobs)."""
+    """Linear priors per parameter set, scaled by what jobs really cost (an arm's jobs and, more weakly, all jobs), and their start."""
 
     all_jobs: Scale = msgspec.field(default_factory=Scale)
     by_arm: dict[str, Scale] = {}
     shadow: Scale = msgspec.field(default_factory=Scale)
+    start: Scale = msgspec.field(default_factory=Scale)
     staging: Scale = msgspec.field(default_factory=Scale)
     duration: Scale = msgspec.field(default_factory=Scale)
     """Of seconds from a job's order to its end over its device-seconds: a niced worker waits, and its start takes time."""
@@ -92,7 +95,7 @@ class CostModel(msgspec.Struct):
 
     def predict(self, arm: ArmSpec, *, busy: float, num_replicas: int, price: float = 1.0) -> JobCost:
         """Cost of one job; busy = device-seconds that serving uses per second, price as in PolicyConfig.trainer_price."""
-        training = prior_training_s(arm) * self._scale(arm)
+        training = prior_training_s(arm) * self._scale(arm) + START_PRIOR_S * self.start.value()
         shadow = prior_shadow_s(arm) * self.shadow.value()
         duration = self.duration.value()
         return JobCost(
@@ -112,9 +115,11 @@ class CostModel(msgspec.Struct):
         """Cost of making another version live on every replica."""
         return STAGING_PRIOR_S * num_replicas * self.staging.value()
 
-    def update(self, arm: ArmSpec, train_s: float, shadow_s: float) -> None:
-        """Learn from a finished job that was not cut short; seconds measured."""
-        self._measured(arm, train_s / prior_training_s(arm))
+    def update(self, arm: ArmSpec, train_s: float, shadow_s: float, start_s: float | None = None) -> None:
+        """Learn from a finished job that was not cut short; seconds measured, start_s is a part of train_s, None = not told."""
+        if start_s is not None:
+            self.start.update(start_s / START_PRIOR_S)
+        self._measured(arm, max(train_s - (start_s or 0.0), 0.0) / prior_training_s(arm))
         if shadow_s > 0:
             self.shadow.update(shadow_s / prior_shadow_s(arm))
 
@@ -129,7 +134,7 @@ class CostModel(msgspec.Struct):
 
     def update_cut_short(self, arm: ArmSpec, train_s: float) -> None:
         """Learn from a job that was stopped: it would have cost at least this much, so only an excess teaches."""
-        ratio = train_s / prior_training_s(arm)
+        ratio = (train_s - START_PRIOR_S * self.start.value()) / prior_training_s(arm)
         if ratio > self._scale(arm):
             self._measured(arm, ratio)
         else:

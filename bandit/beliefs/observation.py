@@ -71,6 +71,9 @@ class Cell(msgspec.Struct):
     plain_tokens: int = 0
     drafted_s: float = 0.0
     drafted_rounds: int = 0
+    text_rounds: int = 0
+    text_s: float = 0.0
+    text_tokens: float = 0.0
     requests: dict[str, list[int | float]] = {}
 
 
@@ -94,10 +97,14 @@ class VersionStats(msgspec.Struct, frozen=True, kw_only=True):
     drafted_s: float
     plain_s: float
     plain_tokens: int
+    text_rounds: int = 0
+    """Those that a text drafter had, which say nothing about the version."""
+    text_s: float = 0.0
+    text_tokens: float = 0.0
     time_per_token: RatioSums
     """Seconds over emitted tokens, by request."""
     acceptance_length: RatioSums
-    """(num_accepted_tokens + 1) over drafted rounds, by request; rounds decoded without a draft are left out."""
+    """(num_accepted_tokens + 1) over drafted rounds, by request; rounds decoded without a draft of the version are left out."""
 
 
 class BucketObservation(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,15 +137,15 @@ class BucketObservation(msgspec.Struct, frozen=True, kw_only=True):
 def summed(rows: RoundStats, num_dropped: int = 0) -> FeedbackSums:
     """Rows, in any order, as sums. Device seconds = share_ms / 1000; a request begins with the row of round_index <= 1."""
     cells: dict[tuple[str, str, str, int], _Open] = {}
-    rounds: dict[tuple[int, bool, bool], list[float]] = {}
+    rounds: dict[tuple[int, bool, bool, bool], list[float]] = {}
     columns = zip(
         rows.bucket, rows.group, rows.drafter_version, rows.ts, rows.batch_size, rows.request_id, rows.share_ms,
         rows.num_emitted_tokens, rows.num_draft_tokens, rows.num_accepted_tokens, rows.draft_ms, rows.round_index,
-        rows.is_greedy, rows.is_training, strict=True,
+        rows.is_greedy, rows.is_training, rows.is_from_text or [False] * rows.num_rows, strict=True,
     )  # fmt: skip
     for (
         bucket, group, version, ts, size, request_id, share_ms, tokens, num_drafts, num_accepted, draft_ms, index,
-        is_greedy, is_training,
+        is_greedy, is_training, is_text,
     ) in columns:  # fmt: skip
         seconds, is_drafted = share_ms / 1000.0, num_drafts > 0
         key = (bucket, group, version, int(ts // SPAN_S))
@@ -158,11 +165,15 @@ def summed(rows: RoundStats, num_dropped: int = 0) -> FeedbackSums:
         request.seconds += seconds
         request.num_tokens += tokens
         request.num_rounds += 1
-        request.num_run += is_drafted or draft_ms > 0
+        request.num_run += not is_text and (is_drafted or draft_ms > 0)
         request.batch_sum += size
         if index <= 1 and request.first_ts is None:
             request.first_ts = ts
-        if is_drafted:
+        if is_text:
+            sums.text_rounds += 1
+            sums.text_s += seconds
+            sums.text_tokens += tokens
+        elif is_drafted:
             sums.drafted_s += seconds
             sums.drafted_rounds += 1
             request.drafted_rounds += 1
@@ -170,7 +181,7 @@ def summed(rows: RoundStats, num_dropped: int = 0) -> FeedbackSums:
         else:
             sums.plain_s += seconds
             sums.plain_tokens += tokens
-        like = (size, is_drafted, is_training)
+        like = (size, is_drafted or is_text, is_training, is_text)
         seen = rounds.get(like)
         if seen is None:
             seen = rounds[like] = [0, 0.0]
@@ -182,8 +193,15 @@ def summed(rows: RoundStats, num_dropped: int = 0) -> FeedbackSums:
             for (b, g, v, span), cell in cells.items()
         ],
         rounds=[
-            RoundMean(batch_size=size, is_drafted=drafted, is_training=busy, num_rounds=int(n), mean_s=total_s / n)
-            for (size, drafted, busy), (n, total_s) in rounds.items()
+            RoundMean(
+                batch_size=size,
+                is_drafted=drafted,
+                is_training=busy,
+                num_rounds=int(n),
+                mean_s=total_s / n,
+                is_from_text=from_text,
+            )
+            for (size, drafted, busy, from_text), (n, total_s) in rounds.items()
         ],
         num_dropped=num_dropped,
     )
@@ -205,6 +223,9 @@ def fold(windows: dict[str, Window], feedback: FeedbackSums) -> None:
             cell.drafted_s += rounds.drafted_s
             cell.plain_s += rounds.plain_s
             cell.plain_tokens += rounds.plain_tokens
+            cell.text_rounds += rounds.text_rounds
+            cell.text_s += rounds.text_s
+            cell.text_tokens += rounds.text_tokens
             window.batch_rows += rounds.num_rounds
             window.batch_sum += rounds.num_rounds * size
         requests = cell.requests
@@ -251,6 +272,9 @@ def close(bucket: str, window: Window, start: float, end: float) -> BucketObserv
                     drafted_s=cell.drafted_s,
                     plain_s=cell.plain_s,
                     plain_tokens=cell.plain_tokens,
+                    text_rounds=cell.text_rounds,
+                    text_s=cell.text_s,
+                    text_tokens=cell.text_tokens,
                     time_per_token=per_token,
                     acceptance_length=length,
                 )

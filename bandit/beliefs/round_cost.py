@@ -32,6 +32,10 @@ class RoundSums(msgspec.Struct):
     plain_rounds: float = 0.0
     tokens: float = 0.0
     """Of the adaptive group, for the shares; fades faster than the prices."""
+    text_tokens: float = 0.0
+    """Those of them from rounds that a text drafter had."""
+    text_s: float = 0.0
+    """What these rounds took."""
     foretold_s: float = 0.0
     """What the plain rounds would have taken with a draft, by the engines' cost tables."""
     foretold_rounds: float = 0.0
@@ -55,6 +59,8 @@ class RoundSums(msgspec.Struct):
             share=share,
             round_s=self.round_s(),
             plain_token_s=self.plain_s / self.plain_rounds if is_often_plain else None,
+            text_share=self.text_tokens / self.tokens if self.tokens > 0 else 0.0,
+            text_token_s=self.text_s / self.text_tokens if self.text_tokens > 0 else 0.0,
         )
 
 
@@ -77,12 +83,14 @@ class RoundCosts(msgspec.Struct):
                 sums.drafted_s += rounds.drafted_s
                 sums.drafted_rounds += rounds.drafted_rounds
                 sums.plain_s += rounds.plain_s
-                sums.plain_rounds += rounds.num_rounds - rounds.drafted_rounds
+                sums.plain_rounds += rounds.plain_rounds
                 if rounds.draft_ratio > 0:
                     sums.foretold_s += rounds.draft_ratio * rounds.plain_s
-                    sums.foretold_rounds += rounds.num_rounds - rounds.drafted_rounds
+                    sums.foretold_rounds += rounds.plain_rounds
                 if cell.group == Group.ADAPTIVE:
                     sums.tokens += rounds.num_tokens
+                    sums.text_tokens += rounds.text_tokens
+                    sums.text_s += rounds.text_s
 
     def fade(self, seconds: float) -> None:
         """Begin a new epoch, `seconds` after the last one began; called before its rows are folded."""
@@ -92,7 +100,8 @@ class RoundCosts(msgspec.Struct):
                 sums.last_round_s = sums.round_s()
                 for name in ("drafted_s", "drafted_rounds", "plain_s", "plain_rounds", "foretold_s", "foretold_rounds"):
                     setattr(sums, name, getattr(sums, name) * keep)
-                sums.tokens *= 1.0 - FAST
+                for name in ("tokens", "text_tokens", "text_s"):
+                    setattr(sums, name, getattr(sums, name) * (1.0 - FAST))
 
     def round_s(self, bucket: str) -> float | None:
         """Seconds of a drafted round at the batch sizes that the bucket is served at; None when none has a price."""

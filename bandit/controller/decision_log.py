@@ -38,9 +38,26 @@ class FeedbackCell(msgspec.Struct, frozen=True, kw_only=True):
     device_s: Amount
     drafted_rounds: Amount
     drafted_s: Amount
-    """Device seconds of rounds with a draft."""
+    """Device seconds of rounds with a draft of the version."""
     kept: Amount
     """Accepted and bonus tokens of rounds with a draft: kept / drafted_rounds = acceptance length."""
+    text_rounds: Amount = 0.0
+    """Rounds that a text drafter beside the version had."""
+    text_s: Amount = 0.0
+    text_tokens: Amount = 0.0
+
+    @property
+    def own_tokens(self) -> float:
+        """Those that hang on the version."""
+        return max(self.num_tokens - self.text_tokens, 0.0)
+
+    @property
+    def plain_rounds(self) -> float:
+        return max(self.num_rounds - self.drafted_rounds - self.text_rounds, 0.0)
+
+    @property
+    def plain_s(self) -> float:
+        return max(self.device_s - self.drafted_s - self.text_s, 0.0)
 
 
 class FeedbackLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -132,6 +149,9 @@ def feedback_line(
             drafted_rounds=s.drafted_rounds,
             drafted_s=s.drafted_s,
             kept=s.acceptance_length.y,
+            text_rounds=s.text_rounds,
+            text_s=s.text_s,
+            text_tokens=s.text_tokens,
         )
         for name, seen in latest.items()
         for s in seen.stats
@@ -259,7 +279,12 @@ def _checked_epoch(epoch: FeedbackLine) -> FeedbackLine:
 
 def _checked_result(result: TrainResult) -> TrainResult:
     scores = [result.candidate, result.incumbent, result.first, *(s for v in result.elsewhere.values() for s in v)]
-    numbers = [result.train_s, result.shadow_s, *(s.acceptance_length for s in scores if s is not None)]
+    numbers = [
+        result.train_s,
+        result.shadow_s,
+        result.start_s or 0.0,
+        *(s.acceptance_length for s in scores if s is not None),
+    ]
     if not all(0 <= x < math.inf for x in numbers):  # the lower end of a gain may be -inf
         raise ValueError("seconds and acceptance lengths of a job must be >= 0 and finite")
     return result

@@ -58,6 +58,7 @@ def close_epoch(state: ControllerState, now: float, context: HostContext, bank_i
         for name, meter in state.meters.items():
             meter.load = scale * state.latest[name].load(Group.ADAPTIVE) if name in state.latest else 0.0
     slowdown = state.interference.close()
+    settled = state.interference.settle() if slowdown is None else None
     undisturbed = 1.0 if slowdown is None else 1.0 - min(slowdown.share, 0.99)
     for name, seen in state.latest.items():
         state.table.observe(seen)
@@ -69,6 +70,9 @@ def close_epoch(state: ControllerState, now: float, context: HostContext, bank_i
         for version, length in by_version.items():
             state.table.fill_shadow(name, version, length)
     _book_interference(state, slowdown, start, now)
+    if settled is not None:
+        state.costs.observe_slowdown(settled.relative, settled.num_rounds)
+        _book_interference(state, settled, 0.0, now)
     state.rows_written = written
     state.epoch_start = now
     return alarms
@@ -178,7 +182,6 @@ def _book_saving(state: ControllerState, booking: Booking, detail: str, now: flo
 def _book_interference(state: ControllerState, slowdown: Slowdown | None, start: float, now: float) -> None:
     if slowdown is None:
         return
-    state.costs.observe_slowdown(slowdown.relative, slowdown.num_rounds)
     is_ours = state.job is not None or state.last_job_ended >= start
     owner = state.last_job_id if is_ours else None
     decision = state.actions.get(owner) if owner is not None else None

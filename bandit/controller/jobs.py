@@ -41,11 +41,11 @@ def learn(state: ControllerState, job: JobRecord, result: TrainResult) -> None:
     is_cut_short = result.status == "stopped" or is_dear_failure or (is_measured and fraction < 1.0)
     done = sized(job.arm, max(int(fraction * job.arm.num_rows), 1))
     if is_measured and result.num_rows is not None:
-        state.costs.update(done, result.train_s, result.shadow_s)
+        state.costs.update(done, result.train_s, result.shadow_s, result.start_s)
     elif is_cut_short:
         state.costs.update_cut_short(job.arm, result.train_s)
     elif is_measured:
-        state.costs.update(job.arm, result.train_s, result.shadow_s)
+        state.costs.update(job.arm, result.train_s, result.shadow_s, result.start_s)
     if is_measured and not is_text_gone and (result.candidate is not None or result.status != "learning"):
         gain, error = measured_gain(job, result)
         counted = result.num_rows is not None

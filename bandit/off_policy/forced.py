@@ -248,10 +248,10 @@ class ForcedWorld(World):
         table = np.stack(
             [c.device_s * share, c.num_tokens * share, c.drafted_rounds * share, c.kept * share * factor], axis=1
         )
-        plain = max(c.num_rounds - c.drafted_rounds, 0.0)
         rounds = SizeSums(
             num_rounds=round(c.num_rounds), drafted_rounds=round(c.drafted_rounds), drafted_s=c.drafted_s,
-            plain_s=max(c.device_s - c.drafted_s, 0.0), num_tokens=c.num_tokens, plain_tokens=round(plain),
+            plain_s=c.plain_s, num_tokens=c.num_tokens, plain_tokens=round(c.plain_rounds),
+            text_rounds=round(c.text_rounds), text_s=c.text_s, text_tokens=c.text_tokens,
         )  # fmt: skip
         requests = {f"{k}.{i}.{u}": RequestSums(*row) for u, row in enumerate(table.tolist())}
         sizes = {self.traffic.batch_size: rounds}

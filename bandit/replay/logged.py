@@ -201,7 +201,7 @@ def prepare(log: ServiceLog, name: str) -> LoggedService:
             "delete those of a wrong clock"
         )
     device_s = sum(c.device_s for e in log.epochs for c in e.cells)
-    labels = tuple(sorted({c.bucket for e in log.epochs for c in e.cells if c.num_tokens > 0}))
+    labels = tuple(sorted({c.bucket for e in log.epochs for c in e.cells if c.own_tokens > 0}))
     if not labels or device_s <= 0:
         raise ConfigError(f"log must hold tokens and the device-seconds that they took, got {device_s:g} s in {len(labels)} buckets")  # fmt: skip
     first_version = log.epochs[0].first_version
@@ -228,8 +228,8 @@ def prepare(log: ServiceLog, name: str) -> LoggedService:
     for epoch in log.epochs:
         k = min(max(int((epoch.end - begin) / step_s - 0.5), 0), steps - 1)
         for c in epoch.cells:
-            if c.num_tokens > 0:
-                tokens[k, labels.index(c.bucket)] += c.num_tokens
+            if c.own_tokens > 0:
+                tokens[k, labels.index(c.bucket)] += c.own_tokens
     spent = fold_entries(log.entries).by_kind()
     calm_s = device_s - min(max(spent.get("interference", 0.0), 0.0), 0.9 * device_s)
     drafted_s, plain_s = (seconds * calm_s / device_s for seconds in _round_seconds(cells))
@@ -243,7 +243,7 @@ def prepare(log: ServiceLog, name: str) -> LoggedService:
     traffic = Traffic(
         step_s=step_s, labels=labels, tokens=tokens, drafted_s=drafted_s, plain_s=plain_s,
         batch_size=max(round(float(np.mean([e.batch_size for e in log.epochs]))), 1),
-        tokens_per_request=max(sum(c.num_tokens for c in cells) / max(requests, 1.0), 1.0),
+        tokens_per_request=max(sum(c.own_tokens for c in cells) / max(requests, 1.0), 1.0),
         num_replicas=num_replicas, rows_share=rows_share, rows_before=rows_before,
     )  # fmt: skip
     scenario = Scenario(name=f"{name}-{log.digest}", family="your log", duration_s=steps * step_s, step_s=step_s, regime_s=max(steps * step_s, step_s))  # fmt: skip
@@ -260,11 +260,11 @@ def prepare(log: ServiceLog, name: str) -> LoggedService:
 def _rows(epochs: Sequence[FeedbackLine], labels: tuple[str, ...]) -> tuple[float, tuple[float, ...]]:
     """(share of the tokens that became rows, rows of each bucket before the log began); all and none where it says nothing."""
     begun, ended = epochs[0].rows_written, epochs[-1].rows_written
-    emitted = sum(c.num_tokens for e in epochs[1:] for c in e.cells)
+    emitted = sum(c.own_tokens for e in epochs[1:] for c in e.cells)
     if not ended or emitted <= 0:
         return 1.0, ()
     share = min(max(sum(ended.values()) - sum(begun.values()), 0) / emitted, 1.0)
-    own = {b: sum(c.num_tokens for c in epochs[0].cells if c.bucket == b) for b in labels}
+    own = {b: sum(c.own_tokens for c in epochs[0].cells if c.bucket == b) for b in labels}
     return share, tuple(max(begun.get(b, 0) - share * own[b], 0.0) for b in labels)
 
 
@@ -304,8 +304,7 @@ def _served_beside_jobs(log: ServiceLog) -> float:
 def _round_seconds(cells: list[FeedbackCell]) -> tuple[float, float]:
     """Device seconds of a round per request with a draft, of which there are some, and without; as dear when never seen."""
     drafted_s, drafted = sum(c.drafted_s for c in cells), sum(c.drafted_rounds for c in cells)
-    plain_s = sum(c.device_s - c.drafted_s for c in cells)
-    plain = sum(c.num_rounds - c.drafted_rounds for c in cells)
+    plain_s, plain = sum(c.plain_s for c in cells), sum(c.plain_rounds for c in cells)
     with_draft = drafted_s / drafted
     return with_draft, plain_s / plain if plain >= 20 else with_draft
 

@@ -59,6 +59,8 @@ class TrainTruth(msgspec.Struct, frozen=True, kw_only=True):
     """Known from now on when status is 'accepted'."""
     train_s: float
     shadow_s: float = 0.0
+    start_s: float | None = 0.0
+    """As in TrainResult; simulated ones start at once."""
     seen_gain: float | None = None
     """Gain in acceptance length as measured; None = nothing was scored."""
     seen_lower: float = 0.0
@@ -82,7 +84,7 @@ def real_truth(result: TrainResult, versions: Mapping[str, str]) -> TrainTruth:
         names[score.version] = REFUSED
     return TrainTruth(
         status=result.status, version=None if made is None else names.get(made, made), train_s=result.train_s,
-        shadow_s=result.shadow_s, reason=result.reason, num_rows=result.num_rows, num_requests=result.num_requests,
+        shadow_s=result.shadow_s, start_s=result.start_s, reason=result.reason, num_rows=result.num_rows, num_requests=result.num_requests,
         log_evidence=result.log_evidence, num_rows_before=result.num_rows_before,
         seen_gain=None if score is None else score.gain_mean,
         seen_lower=0.0 if score is None else score.gain_lower,

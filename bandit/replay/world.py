@@ -274,6 +274,7 @@ class World:
             log_evidence=truth.log_evidence,
             num_rows_before=truth.num_rows_before,
             elsewhere=self._elsewhere(decision.bucket, base, truth),
+            start_s=truth.start_s,
         )
         if truth.version is not None:
             self.versions.append(truth.version)

@@ -218,13 +218,17 @@ class ControllerActor:
     async def gives_way_to(self, spec: ControllerSpec) -> bool:
         """Whether a controller of `spec` must take this one's place.
 
-        So it is where it is configured differently and deployed no earlier, or of other code and deployed later: replicas
-        of one deployment on nodes with different code must not replace each other's for ever.
+        So it is where it is configured differently, or of other code, and deployed later: replicas of one deployment on nodes
+        with different files or code must not replace each other's for ever.
         """
         mine = self._spec
-        if mine != spec:
-            return spec.deployed_at >= mine.deployed_at
-        return getattr(spec, "release", "") != mine.release and spec.deployed_at > mine.deployed_at
+        is_other = mine != spec or getattr(spec, "release", "") != mine.release
+        if is_other and spec.deployed_at == mine.deployed_at:
+            logger.error(
+                "a replica of the same deployment wants a controller with another configuration or code: its node's model, "
+                "drafter or package differ; wanted %s, running %s", spec, mine,
+            )  # fmt: skip
+        return is_other and spec.deployed_at > mine.deployed_at
 
     async def is_of(self, spec: ControllerSpec) -> bool:
         """Whether this controller is configured as `spec`, whenever that was deployed."""

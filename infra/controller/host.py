@@ -118,6 +118,8 @@ class ControllerHost:
     def step(self, block_ms: int = 250) -> int:
         """Carry out waiting commands, then one pass; see Session.step."""
         with self._driving:
+            if isinstance(self._clock, RedisClock) and self._client is not None:
+                self._clock.try_to_look(self._client)
             self.session.books.settle()
             self._commands.run(self._commit_command)
             num_entries = self.session.step(block_ms)

@@ -240,6 +240,8 @@ class TrainCoordinator:
         self._room = room
         self._clock, self._owner, self._watch = clock, owner, _Watch()
         self._start_s = max(config.start_s, config.lease_ttl_s)
+        self._foreign_since: float | None = None
+        """Since when another job's lease keeps this one waiting."""
 
     def poll(self, job: TrainJob) -> TrainResult | None:
         """Launch the job if nobody did, watch it, enforce its time limit. Raises redis errors (call again later)."""
@@ -248,7 +250,8 @@ class TrainCoordinator:
             return written
         lease = read_lease(self._client, self._keys)
         if lease is not None and lease.job_id != job.job_id:
-            return None  # another job (of a controller before this one) is still running: wait for its lease to end
+            return self._wait_for(lease, job, now)
+        self._foreign_since = None
         if lease is not None and lease.used_s is not None and lease.used_s != watch.used_s:
             watch.began_at = watch.began_at or now
             watch.used_s, watch.used_at = lease.used_s, now
@@ -274,6 +277,22 @@ class TrainCoordinator:
         if now - watch.alive_at > 1.5 * self._config.lease_ttl_s:
             return self._lost(job, lease, "the training process is gone")
         return self._enforce_limit(job, lease, now)
+
+    def _wait_for(self, lease: Lease, job: TrainJob, now: float) -> TrainResult | None:
+        """Another job, of a controller before this one, is still running: it is asked to stop, and its lease waited for."""
+        if self._foreign_since is None:
+            self._foreign_since = now
+            self.request_stop(lease.job_id)
+        waited_s = now - self._foreign_since
+        if waited_s < job.time_limit_s + self._start_s:
+            return None
+        self._foreign_since = None
+        reason = (
+            f"job {lease.job_id}, which no controller knows, held the lease for {waited_s:.0f} s more: end its process "
+            f"(ray::train_task) on {lease.host or 'its node'}"
+        )
+        logger.error("training could not begin job=%s: %s", job.job_id, reason)
+        return failed(job.job_id, reason)
 
     def _written(self, job: TrainJob) -> TrainResult | None:
         data = self._client.get(self._keys.train_result(job.job_id))

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 import numpy as np
 import redis
+from redis.exceptions import RedisError
 
 from paceline.adapt.data.storage_calls import StorageCalls
 from paceline.adapt.versions.lifecycle import VersionLife
 from paceline.bandit.controller.controller import Controller
 from paceline.config import RolloutConfig
 from paceline.contracts import CLASS_PREFIX
-from paceline.errors import PacelineError, StateError, StorageHangsError
+from paceline.errors import FencedError, PacelineError, StateError, StorageHangsError
 from paceline.infra.controller.feedback import READ_COUNT, Feedback
 from paceline.infra.controller.jobs import Jobs, Launcher, TrainCoordinator
 from paceline.infra.controller.lives import Lives, WeightPool
@@ -56,6 +57,9 @@ if TYPE_CHECKING:  # both load torch
     from paceline.adapt.versions.registry import DrafterRegistry
 
 logger = logging.getLogger(__name__)
+
+MAX_BEHIND_S = 60.0
+"""A controller that cannot read up decides all the same, with the load of what it reads."""
 
 MakeController = Callable[[bytes], Controller]
 
@@ -104,6 +108,8 @@ class Session:
         Raises: redis errors; StateError, before anything was written, when what is stored cannot be used.
         """
         self.config, self._context_due = config, 0.0
+        self._behind_since: float | None = None
+        """When what waits in the stream became more than a pass reads; None = it is not."""
         store = ControllerStore(client, config, calls)
         make_policy(make_controller, store.find().state)
         store.acquire_epoch()
@@ -228,9 +234,21 @@ class Session:
         if now >= self._context_due:
             self._context_due = now + self.config.context_every_s
             self._refresh()
-        self.lives.judge_trials(now, is_read_up=num_entries < READ_COUNT)
-        self.jobs.poll(now)
-        self.orders.tick(now)
+        is_read_up = num_entries < READ_COUNT
+        self._behind_since = None if is_read_up else self._behind_since or now
+        for what, do in (
+            ("trials could not be judged", lambda: self.lives.judge_trials(now, is_read_up=is_read_up)),
+            ("the job could not be looked after", lambda: self.jobs.poll(now)),
+        ):
+            try:
+                do()
+            except (RedisError, FencedError, OSError):
+                raise
+            except Exception as e:  # what was read is committed all the same
+                self.books.errors.note(what, e)
+        # what waited for a controller that was away is no load of the seconds in which it is read
+        if self._behind_since is None or now - self._behind_since > MAX_BEHIND_S:
+            self.orders.tick(now)
         self.books.take_drained()
         self.books.flush_due(now)
         return num_entries

@@ -322,6 +322,8 @@ class ControllerStore:
         try:
             state = read_state(self.client, self.keys)
             if state is not None:
+                if (newer := self._newer_in_file(state)) is not None:
+                    return newer
                 stored: dict[Any, Any] = self.client.hgetall(self.keys.decisions)  # type: ignore[assignment]
                 return _Found(state, dict(sorted((int(k), decode(v, Decision)) for k, v in stored.items())))
         except (msgspec.DecodeError, ValueError, ResponseError) as e:
@@ -336,6 +338,22 @@ class ControllerStore:
             logger.error("the controller's state in Redis is damaged, using the snapshot file: %s", e)
             return replace(found, is_damaged=True)
         return self._in_file() or _Found(HostState(), {})
+
+    def _newer_in_file(self, state: HostState) -> _Found | None:
+        """The snapshot file's state where Redis came back from an older copy of its data than that; it would be overwritten."""
+        try:
+            found = self._in_file()
+        except StateError as e:  # Redis has one, which is no older as far as anybody can tell
+            logger.warning("the snapshot file is not looked at: %s", e)
+            return None
+        if found is None or found.state.commit <= state.commit:
+            return None
+        logger.error(
+            "the controller's state in Redis (commit %d) is older than the snapshot file's (commit %d), as after a restore of "
+            "Redis alone: the file is used, and what Redis had is kept under %s:damaged:*",
+            state.commit, found.state.commit, self.keys.state,
+        )  # fmt: skip
+        return replace(found, is_damaged=True)
 
     def load(self) -> HostState:
         """The state of `find`, with its decisions and the latest ledger entries. Raises what `find` raises."""

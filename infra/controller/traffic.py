@@ -204,7 +204,7 @@ def _totals(cell: CellSums) -> GroupTotals:
     for sums in cell.sizes.values():
         rounds += sums.num_rounds
         emitted += sums.num_tokens
-        seconds += sums.drafted_s + sums.plain_s
+        seconds += sums.drafted_s + sums.plain_s + sums.text_s
     return GroupTotals(
         rounds=rounds, accepted=cell.num_accepted_tokens, drafted=cell.num_draft_tokens, emitted=round(emitted),
         device_ms=1e3 * seconds,

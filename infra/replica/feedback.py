@@ -55,7 +55,7 @@ def make_batch(
     sums = summed(rows)
     if draft_ratio is not None:
         for size, part in chain.from_iterable(cell.sizes.items() for cell in sums.cells if cell.version):
-            if part.num_rounds > part.drafted_rounds:
+            if part.plain_rounds > 0:
                 part.draft_ratio = draft_ratio(size)
     tenants = {} if tenant_of is None else {cell.bucket: tenant_of(cell.bucket) for cell in sums.cells}
     return FeedbackBatch(
@@ -300,7 +300,7 @@ class FeedbackPublisher:
                     logger.warning("redis refused a feedback batch: %s", reply)
             else:
                 self.num_delivered += rows
-        if self._clock is not None and not self._clock.is_set:
+        if self._clock is not None:
             self._clock.try_to_look(self._client)
         if self._breaker.succeeded():
             logger.info("redis is back; feedback flows again pending_rows=%d", self.num_pending)

@@ -32,6 +32,10 @@ _LOST_S = 0.2
 """Behind a lost subscription."""
 _MOST_AWAY_S = 60.0
 _AWAY = (EngineAwayError, EngineStoppedError, OSError)
+_PASSING = (RuntimeError, MemoryError)
+"""What a device without memory raises: a version is refused for it the second time."""
+_FIRST_RETRY_S, _MOST_RETRY_S = 5.0, 600.0
+"""Waits before a version of a class that could not be loaded is tried again: its blob may be back, or memory."""
 """No fault of a version: an engine that does not answer or has ended, storage that fails."""
 """Longest wait before an engine that did not answer is asked again."""
 
@@ -143,6 +147,8 @@ class ReplicaWatcher:
         self.canary_version, self._canary_percent, self._canary_bucket = "", 0, ""
         self._routes: dict[str, str] = {}
         self._refused: dict[str, str] = {}
+        self._unloadable: dict[str, tuple[float, float]] = {}
+        """Version that could not be loaded -> (wait before the next try, when that is), in s of the steady clock."""
         self._tried: set[str] = set()
         self._has_loaded = False  # in the latest pass, so that others may wait yet
         self.swap_gen = 0
@@ -221,6 +227,7 @@ class ReplicaWatcher:
         self._has_loaded = False
         if has_changed := routes != self._routes:
             self._routes, self._refused, self._tried = dict(routes), (refused := {}), set()
+            self._unloadable = {}
             started = time.perf_counter()
             drafters.route(self._routes)
             # the engine waits for the lock at most so long
@@ -228,11 +235,12 @@ class ReplicaWatcher:
             self.num_swaps += 1
             self.swap_gen = self.desired.gen if self.desired is not None else self.gen
         self._tried.update(drafters.served().values())
-        failures, num_refused = drafters.failures(), len(refused)
+        failures, before = drafters.failures(), dict(refused)
         for version in drafters.missing() if routes else ():
             if version in failures and version in self._tried:  # not by what happened to it before this order
                 refused.setdefault(version, f"failed while serving: {failures[version]}")
-            if version in refused:
+            wait_s, due = self._unloadable.get(version, (0.0, 0.0))
+            if (version in refused and not wait_s) or time.monotonic() < due:
                 continue
             started = time.perf_counter()
             try:
@@ -242,14 +250,19 @@ class ReplicaWatcher:
                     self.staging_s += seconds
                     self._has_loaded = True  # the next one soon, after a report
                     self._tried.add(version)
+                    self._unloadable.pop(version, None)
+                    refused.pop(version, None)
                     return True
             except (StorageHangsError, *_AWAY) as e:
                 logger.warning("drafter %s is loaded when registry and engine answer: %s", version, e)
                 break  # so do the others
-            except (PacelineError, ValueError, RuntimeError) as e:
-                refused[version] = str(e)
-                logger.error("drafter of a class refused version=%s reason=%s", version, e)
-        return has_changed or len(refused) > num_refused
+            except (PacelineError, ValueError, *_PASSING) as e:
+                if wait_s or not isinstance(e, _PASSING):
+                    refused[version] = str(e)
+                wait_s = min(2 * wait_s, _MOST_RETRY_S) or _FIRST_RETRY_S
+                self._unloadable[version] = (wait_s, time.monotonic() + wait_s)
+                logger.error("drafter of a class not loaded version=%s next_try_s=%.0f reason=%s", version, wait_s, e)
+        return has_changed or refused != before
 
     def _follow_classes(self) -> None:
         """Pass on the classes that the one controller has written; where they are gone or damaged, those known stay.

@@ -171,7 +171,11 @@ class ResumeIngress:
     async def _ask(self) -> EngineFacts | None:
         try:
             facts = decode_facts(await asyncio.wait_for(self._engines.facts.remote(), PROBE_TIMEOUT_S))
-        except Exception as e:  # Ray raises many kinds while replicas start, die and are replaced
+        # Ray raises many kinds while replicas start, die and are replaced, and this where Serve cancelled the call
+        except (Exception, asyncio.CancelledError) as e:
+            task = asyncio.current_task()
+            if isinstance(e, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
             log.info("no engine answers: %s", type(e).__name__)
         else:
             if facts.model in ("", self._config.model):

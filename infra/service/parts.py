@@ -48,6 +48,7 @@ from paceline.serving.api.client import LocalEngineClient
 from paceline.serving.api.generation import ApiParts
 from paceline.serving.engine.engine import Engine
 from paceline.serving.engine.thread import EngineThread
+from paceline.serving.engine.traces import TRACES
 from paceline.serving.loading.target import read_target
 from paceline.serving.loading.tensor_parallel import Ranks, load_parallel
 from paceline.serving.target_model.model import TargetModel
@@ -138,7 +139,8 @@ def replica_parts(values: dict[str, Any], replica_id: str) -> ReplicaParts:
     spans = None if span_target is None else span_target.open(replica_id)
     engine = Engine(
         target, slots, config.engine, feedback=feedback, traces=traces, prompts=feedback,
-        ends=None if spans is None else spans.engine, trace_topk=config.trace.topk, num_sharing=most_replicas(config),
+        ends=None if spans is None else spans.engine, trace_topk=config.trace.topk, trace_max_bytes=config.trace.max_bytes // TRACES,
+        num_sharing=most_replicas(config),
     )  # fmt: skip
     thread = EngineThread(engine)
     with capture_progress() as progress:

@@ -256,7 +256,7 @@ def feedback_rows(url: str, keys: Keys, report: Report = lambda done, total: Non
 
 def _lines_of(batch: FeedbackBatch, rows: RoundStats, salt: bytes) -> Iterator[dict[str, Any]]:
     shared = {name: getattr(batch, name) for name in ("replica_id", "boot_epoch", "seq", "target_version")}
-    columns = msgspec.structs.asdict(rows)
+    columns = {name: column for name, column in msgspec.structs.asdict(rows).items() if column}
     for i, request_id in enumerate(rows.request_id):
         row = {name: values[i] for name, values in columns.items()}
         row["request_id"] = hashlib.blake2b(request_id.encode(), key=salt, digest_size=8).hexdigest()

@@ -14,10 +14,14 @@ logger = logging.getLogger(__name__)
 
 _MAX_SKEW_S = 60.0
 """A computer whose clock is further off is worth a warning."""
+_LOOK_S = 60.0
+_MAX_STEP_S = 120.0
+"""What is followed: a virtual machine that stood still meanwhile, or clocks that go apart. A larger step is Redis' own: somebody
+set its host's clock, and everybody's traces would look so much older."""
 
 
 class RedisClock:
-    """Seconds since the epoch by the clock of Redis' host, read once and carried on by this computer's steady one.
+    """Seconds since the epoch by the clock of Redis' host, carried on by this computer's steady one; never goes back.
 
     What is compared between nodes goes by it: ages of traces, spans of traffic, times in the controller's state. Until it
     is read it shows the system's time.
@@ -25,25 +29,46 @@ class RedisClock:
 
     def __init__(self) -> None:
         self._offset_s: float | None = None
+        self._due, self._latest, self._is_told = 0.0, 0.0, False
 
     @property
     def is_set(self) -> bool:
         return self._offset_s is not None
 
     def now(self) -> float:
-        return SystemClock().now() if self._offset_s is None else self._offset_s + steady()
+        if self._offset_s is None:
+            return SystemClock().now()
+        self._latest = max(self._latest, self._offset_s + steady())
+        return self._latest
 
     def look(self, client: redis.Redis) -> None:
-        """Read Redis' time, unless that was done. Raises redis errors."""
-        if self._offset_s is not None:
+        """Read Redis' time, unless that was done a short while ago. Raises redis errors."""
+        if self._offset_s is not None and steady() < self._due:
             return
         began = steady()
         seconds, micros = client.time()  # type: ignore[misc]
         ended = steady()
-        self._offset_s = seconds + micros / 1e6 - (began + ended) / 2
+        self._due = ended + _LOOK_S
+        offset_s = seconds + micros / 1e6 - (began + ended) / 2
+        if self._offset_s is not None:
+            self._follow(offset_s)
+            return
+        self._offset_s = offset_s
         skew_s = SystemClock().now() - self.now()
         if abs(skew_s) > _MAX_SKEW_S:
             logger.warning("this computer's clock is %.0f s off Redis'; the service goes by Redis'", skew_s)
+
+    def _follow(self, offset_s: float) -> None:
+        assert self._offset_s is not None
+        step_s = offset_s - self._offset_s
+        if abs(step_s) <= _MAX_STEP_S:
+            self._offset_s = offset_s
+        elif not self._is_told:
+            self._is_told = True
+            logger.warning(
+                "Redis' clock went %.0f s apart from this process'; its times are kept as they were: restart the service's "
+                "processes if Redis' are right", step_s,
+            )  # fmt: skip
 
     def try_to_look(self, client: redis.Redis) -> None:
         """The same where Redis may be away: then it is left to a later call."""

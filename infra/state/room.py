@@ -44,13 +44,13 @@ class Room:
 
         Returns the lines that were cut and that the log's file does not have, at most; 0 until it takes the ones behind them.
         """
-        try:
-            self._set_aside()
-            self._cut_log()
-        except ResponseError as e:  # a server that does not let us ask goes without
-            if not is_out_of_memory(e) and not self._is_told:
-                self._is_told = True
-                logger.warning("no memory of Redis is set aside for the controller's commits: %s", e)
+        for name, do in (("no memory is set aside", self._set_aside), ("the log stream is not cut", self._cut_log)):
+            try:
+                do()
+            except ResponseError as e:  # a server that does not let us goes without
+                if not is_out_of_memory(e) and not self._is_told:
+                    self._is_told = True
+                    logger.warning("Redis refuses what the controller's commits need, %s: %s", name, e)
         if self.filed == self._lost_behind:
             return 0
         num_lost, self._num_lost = self._num_lost, 0
@@ -67,7 +67,10 @@ class Room:
 
     def _cut_log(self) -> None:
         client, keys = self.client, self._keys
-        num_bytes = int(client.memory_usage(keys.log) or 0)  # type: ignore[arg-type]
+        try:
+            num_bytes = int(client.memory_usage(keys.log) or 0)  # type: ignore[arg-type]
+        except ResponseError:  # where we may not ask, the number of lines is a limit, too
+            num_bytes = 0
         length = int(client.xlen(keys.log))  # type: ignore[arg-type]
         self._drop_lines(length - min(LOG_ENTRIES, length * LOG_BYTES // max(num_bytes, LOG_BYTES)))
 

@@ -17,6 +17,7 @@ import torch
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.adapt.data.trace_writer import TraceWriter
 from paceline.config import TraceConfig
+from paceline.infra.state.redis_clients import producer_client
 from paceline.infra.state.redis_clock import RedisClock
 from paceline.serving.sampling.request import RequestTrace
 from paceline_vllm.settings import Settings, settings_of, target_version_of
@@ -54,8 +55,11 @@ class FeatureCapture:
     def __init__(self, settings: Settings, target_version: str) -> None:
         self._topk, self._most, self._target_version = settings.topk, settings.max_trace_tokens, target_version
         clock = RedisClock()
+        with producer_client(settings.redis_url) as client:
+            clock.try_to_look(client)
         config = TraceConfig(share=settings.trace_share, topk=settings.topk, shard_rows=settings.shard_rows)
-        self._writer = TraceWriter(TraceStore(settings.traces, clock=clock), config, clock=clock)
+        # the service's limits are its controller's to keep
+        self._writer = TraceWriter(TraceStore(settings.traces, clock=clock), config, clock=clock, keeps_limits=False)
         self._features: dict[str, list[_Rows]] = {}
         self._best: dict[str, list[_Rows]] = {}
         self.num_incomplete = 0

@@ -174,7 +174,7 @@ class RoundLog:
             row = (
                 request.request_id, entry.bucket, entry.group, "" if entry.is_plain else self._version, entry.is_greedy,
                 entry.num_rounds, num_drafts, accepted, request.num_output_tokens - before, len(rounds), 0.0, share_ms,
-                share_ms, self._is_training, now,
+                share_ms, self._is_training, now, False,
             )  # fmt: skip
             for column, value in zip(columns.values(), row, strict=True):
                 column.append(value)

@@ -106,6 +106,7 @@ class Engine:
         prompts: PromptSink | None = None,
         ends: EndSink | None = None,
         trace_topk: int = 8,
+        trace_max_bytes: int | None = None,
         policy: TreePolicy | None = None,
         rng: np.random.Generator | None = None,
         timer: Callable[[], float] = time.perf_counter,
@@ -118,6 +119,7 @@ class Engine:
         Args:
             prompts: takes the vectors of prompts whose request names no bucket.
             ends: is told of every request with a traceparent when it ends.
+            trace_max_bytes: of one trace's hidden states; a longer request leaves none. None: no limit.
             policy: tree policy; one for `config.tree` when None.
             rng: source of the seeds of requests without one.
             timer: monotonic seconds, for durations (`clock` is for time stamps).
@@ -178,7 +180,7 @@ class Engine:
         if traces is not None and self.kv.features is not None:
             self.output.traces = TraceCollector(
                 traces, self.kv.features, choose_ranking(target.kernels), topk=trace_topk, target_version=target.version,
-                tap_layers=target.tap_layers, note_error=self.output.note_broken_sink,
+                tap_layers=target.tap_layers, max_bytes=trace_max_bytes, note_error=self.output.note_broken_sink,
             )  # fmt: skip
         cost = CostModel(shape=TargetShape.of(target.config, target.dtype.itemsize))
         self.policy = policy or TreePolicy(

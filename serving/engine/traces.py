@@ -9,6 +9,7 @@ Shape legend: n rows, V vocab, k best tokens, m tapped layers, Dm hidden size.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -21,6 +22,8 @@ from paceline.serving.engine.buckets import OTHER_BUCKET
 from paceline.serving.engine.running import RunningRequest, TraceRows
 from paceline.serving.sampling.request import RequestTrace
 from paceline.serving.target_model.device import upload
+
+logger = logging.getLogger(__name__)
 
 
 class TraceSink(Protocol):
@@ -38,6 +41,8 @@ class TraceSink(Protocol):
 
 _MIN_ELEMENTS, _MAX_ELEMENTS = 1 << 16, 1 << 25
 """Logits ranked in one go: fewer are kept for later rounds, more go in parts (128 MiB)."""
+TRACES = 8
+"""Longest traces that the store must hold: a learner compares requests, and takes no more than its rows of one."""
 _MAX_PARTS = 256
 """Parts of a trace that are joined: their rounds' other rows are then free."""
 
@@ -54,13 +59,18 @@ class TraceCollector:
         topk: int,
         target_version: str,
         tap_layers: tuple[int, ...],
+        max_bytes: int | None = None,
         note_error: Callable[[str], None],
     ) -> None:
-        """features: the KV pool's tapped hidden states (R, m * Dm). note_error: counts what must end neither a request nor the
+        """features: the KV pool's tapped hidden states (R, m * Dm). max_bytes: of the features of one trace; None = no limit,
+        of what is longer there is none. note_error: counts what must end neither a request nor the
         engine; called inside the handler, with what failed."""
         self._sink, self._features, self.ranking = sink, features, ranking
         self._topk, self._target_version, self._note_error = topk, target_version, note_error
         self._tap_layers = tap_layers
+        row_bytes = max(features.shape[1] * features.element_size(), 1)
+        self._max_rows = None if max_bytes is None else max_bytes // row_bytes
+        self._is_told = False
         self._logits: list[torch.Tensor] = []  # (n, V) each, not yet ranked
         self._owners: list[tuple[RunningRequest, int]] = []  # whose rows those are, and how many, in order
         self._num_elements = 0
@@ -74,11 +84,25 @@ class TraceCollector:
             return
         if request.request.resumed_token_ids:  # a trace needs the target's best tokens at every output token
             return
+        if self._is_too_long(request.prompt_len):
+            return
         try:
             if self._sink.wants(request.request_id, request.bucket):
                 request.trace = TraceRows()
         except Exception:
             self._note_error("choosing a request to trace")
+
+    def _is_too_long(self, num_rows: int) -> bool:
+        """Whether a trace of so many rows would take the place of all others."""
+        if self._max_rows is None or num_rows <= self._max_rows:
+            return False
+        if not self._is_told:
+            self._is_told = True
+            logger.warning(
+                "requests of more than %d tokens leave no trace, so nothing is learned from them: trace.max_bytes would hold less than %d",
+                self._max_rows, TRACES,
+            )  # fmt: skip
+        return True
 
     def add(
         self,
@@ -131,8 +155,10 @@ class TraceCollector:
         trace, request.trace = request.trace, None
         if trace is None:
             return
+        num_rows = len(request.tokens) - 1
+        if self._is_too_long(num_rows):
+            return
         try:
-            num_rows = len(request.tokens) - 1
             assert request.rows is not None and request.context_len >= num_rows, "a trace lacks feature rows"
             rows = upload(request.rows[:num_rows], self._features.device)
             with torch.inference_mode(False):  # consumers train on these tensors

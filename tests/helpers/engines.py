@@ -142,7 +142,8 @@ class Run:
 
 
 def make_engine(
-    drafter=None, *, num_pages: int = 64, sinks: Sinks | None = None, packs_prompts: bool | None = None, model=None, **config
+    drafter=None, *, num_pages: int = 64, sinks: Sinks | None = None, packs_prompts: bool | None = None, model=None,
+    trace_max_bytes: int | None = None, **config,
 ) -> Engine:  # fmt: skip
     """model: what forwards instead of the tiny target, with its attributes."""
     slots = drafter if isinstance(drafter, DrafterSlots) else DrafterSlots(drafter, "v0" if drafter else "")
@@ -151,7 +152,7 @@ def make_engine(
     return Engine(
         model or target(), slots, EngineConfig(**values),
         feedback=sinks, traces=sinks, prompts=sinks if hasattr(sinks, "record_prompt") else None, trace_topk=4,
-        packs_prompts=packs_prompts,
+        trace_max_bytes=trace_max_bytes, packs_prompts=packs_prompts,
     )  # fmt: skip
 
 

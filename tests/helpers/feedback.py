@@ -24,6 +24,7 @@ DEFAULTS: dict[str, Any] = {
     "share_ms": 10.0,
     "is_training": False,
     "ts": 0.0,
+    "is_from_text": False,
 }
 
 
@@ -33,14 +34,16 @@ def sums_of(rows: list[dict[str, Any]]) -> FeedbackSums:
 
 
 def round_rows(rows: list[tuple]) -> RoundStats:
-    """Rows in the order of the record's fields."""
-    columns = zip(*rows, strict=True) if rows else [()] * len(DEFAULTS)
-    return RoundStats(**{name: list(c) for name, c in zip(RoundStats.__struct_fields__, columns, strict=True)})
+    """Rows in the order of the record's fields; all of them may leave out the last one."""
+    columns = list(zip(*rows, strict=True)) if rows else [()] * len(DEFAULTS)
+    names = RoundStats.__struct_fields__[: max(len(columns), len(DEFAULTS) - 1)]
+    return RoundStats(**{name: list(c) for name, c in zip(names, columns, strict=True)})
 
 
 def dicts_of(rows: RoundStats) -> list[dict[str, Any]]:
     """One dict a row."""
-    return [{name: getattr(rows, name)[i] for name in rows.__struct_fields__} for i in range(rows.num_rows)]
+    columns = {name: column for name in rows.__struct_fields__ if (column := getattr(rows, name))}
+    return [{name: column[i] for name, column in columns.items()} for i in range(rows.num_rows)]
 
 
 def trial_row(

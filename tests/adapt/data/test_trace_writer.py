@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.adapt.data.trace_store import TraceStore
-from paceline.adapt.data.trace_writer import TraceWriter
+from paceline.adapt.data.trace_writer import WAITING_SHARE, TraceWriter, num_bytes
 from paceline.config import TraceConfig
 from paceline.contracts import Group
 from paceline.serving.api.generation import default_group
@@ -194,3 +194,36 @@ def test_old_shards_go_at_the_start_and_while_nothing_is_written(tmp_path):
     writer = TraceWriter(store, TraceConfig(flush_interval_s=0.02, max_age_s=60.0), clock=clock)
     until(lambda: len(store.list_shards()) == 1)
     writer.close()
+
+
+def test_what_waits_is_bounded_by_bytes_and_a_long_trace_alone_may_wait(tmp_path):
+    store = GatedStore(tmp_path)
+    one = num_bytes(make_trace("r"))
+    writer = TraceWriter(store, TraceConfig(flush_interval_s=0.01, max_bytes=int(10 * one / WAITING_SHARE)))
+    try:
+        store.gate.clear()
+        for i in range(16):
+            writer.record_trace(make_trace(f"r{i}"))
+        assert writer.counters()["traces_dropped"] == 6
+        assert not writer.wants("late", "math") or writer._num_waiting_bytes <= 10 * one
+        store.gate.set()
+        until(lambda: writer.counters()["traces_written"] == 10)
+        store.gate.clear()
+        writer.record_trace(make_trace("long", num_outputs=200))
+        assert writer.counters()["traces_dropped"] == 6, "a long one, when nothing waits"
+        writer.record_trace(make_trace("next"))
+        assert writer.counters()["traces_dropped"] == 7
+    finally:
+        store.gate.set()
+        writer.close()
+    assert writer._num_waiting_bytes == 0
+
+
+def test_limits_that_others_keep_are_left_alone(tmp_path):
+    store = TraceStore(tmp_path)
+    writer = TraceWriter(store, TraceConfig(flush_interval_s=60, max_bytes=4096), keeps_limits=False)
+    for i in range(20):
+        writer.record_trace(make_trace(f"r{i}"))
+        assert writer.flush()
+    writer.close()
+    assert len(store.list_shards()) == 20

@@ -2,6 +2,8 @@
 
 import math
 import shutil
+import subprocess
+import sys
 
 import msgspec
 import numpy as np
@@ -115,6 +117,34 @@ def begun(ordered, tmp_path_factory):
 def begun_delta(ordered, tmp_path_factory):
     job = changed(ordered[1], arm=LORA)
     return accepted_burst(ordered, tmp_path_factory.mktemp("delta"), job, 260)
+
+
+LEAN = """
+import sys, msgspec, paceline
+from paceline.adapt.data.trace_store import TraceStore
+from paceline.adapt.online.learner_store import LearnerStore
+from paceline.adapt.online.trainer import run_training_job
+from paceline.adapt.versions.registry import DrafterRegistry
+from paceline.contracts import TrainJob
+from tests.helpers.training import TARGET
+
+folder, looks = sys.argv[1], iter(range(60))
+result = run_training_job(
+    msgspec.json.decode(sys.argv[2], type=TrainJob), TraceStore(f"{folder}/traces"), DrafterRegistry(f"{folder}/registry"),
+    TARGET, should_stop=lambda: next(looks, None) is None, learners=LearnerStore(f"{folder}/learners"),
+)
+assert result.status == "learning", result
+assert 0 < result.start_s < result.train_s, "what came before the first row is told apart"
+print(*(name for name in ("torch._dynamo", "sympy", "scipy", "transformers.modeling_utils") if name in sys.modules))
+"""
+
+
+def test_a_burst_imports_nothing_that_it_does_not_need(place, tmp_path):
+    """Such imports would be as dear as the burst."""
+    command = [sys.executable, "-c", LEAN, str(tmp_path), msgspec.json.encode(place[2]).decode()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == []
 
 
 def test_a_learner_that_is_surely_better_becomes_a_version(place, learners):

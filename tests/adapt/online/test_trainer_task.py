@@ -82,6 +82,8 @@ def test_a_ray_worker_carries_out_the_order(train_node, tmp_path):
     result = train_node.get(launch_training(JOB, threads=1, resources=wanted, **places(tmp_path)), timeout=280)
     assert result.status == "failed" and "config.json" in result.reason
     assert result.train_s > 0.5, "torch's imports took as much of the core"
+    again = train_node.get(launch_training(JOB, threads=1, resources=wanted, **places(tmp_path)), timeout=280)
+    assert 0 < again.train_s < 0.3 * result.train_s, "the process that has imported everything took this one, too"
 
 
 @pytest.mark.ray

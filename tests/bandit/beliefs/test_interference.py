@@ -56,3 +56,31 @@ def test_the_share_is_of_all_rounds_and_a_baseline_that_is_off_is_believed_to_a_
     meter.fold(sums_of(_rows(100, 4, 0.01, True, rng)))
     seen = meter.close()
     assert seen is not None and -1.0 * 100 * 0.01e-3 * 1.05 < seen.seconds < 0
+
+
+@pytest.mark.parametrize("slower", [0.0, 0.1])
+@pytest.mark.parametrize("drift", [-0.3, 0.0, 0.3])
+def test_what_is_booked_of_a_job_in_all_is_its_own_on_a_computer_whose_speed_drifts(drift, slower):
+    rng = np.random.default_rng(4)
+    meter, booked = Interference(), 0.0
+    for i in range(30):  # epochs, the job beside those of the middle
+        is_busy = 10 <= i < 20
+        ms = 10.0 * (1 + drift * i / 30) * (1 + slower * is_busy)
+        meter.fold(sums_of(_rows(150, 4, ms, is_busy, rng) + _rows(50, 1, 2 * ms, is_busy, rng)))
+        seen = meter.close()
+        settled = meter.settle() if seen is None else None
+        booked += sum(found.seconds for found in (seen, settled) if found is not None)
+        if settled is not None:
+            assert i == 20 and settled.relative == pytest.approx(slower, abs=0.02)
+    whole = sum(2.5 * (1 + drift * i / 30) for i in range(10, 20))
+    assert booked == pytest.approx(slower * whole, abs=0.02 * whole), "the rounds before it alone would err by 7%"
+    assert meter.job == {} and meter.settle() is None
+
+
+def test_a_job_without_rounds_before_it_is_not_guessed_and_is_let_go():
+    rng = np.random.default_rng(5)
+    meter = Interference()
+    meter.fold(sums_of(_rows(100, 4, 10.0, True, rng)))
+    assert meter.close() is None and meter.settle() is None
+    meter.fold(sums_of(_rows(600, 4, 8.0, False, rng)))
+    assert meter.close() is None and meter.settle() is None and meter.job == {}

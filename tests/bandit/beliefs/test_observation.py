@@ -44,6 +44,31 @@ def test_every_row_is_counted_once_in_its_bucket_group_and_version():
             assert stats.time_per_token.n == len({r["request_id"] for r in own})
 
 
+def test_rounds_of_a_text_drafter_count_for_the_time_and_say_nothing_of_the_version():
+    rows = _rows(300, 2)
+    rng = np.random.default_rng(3)
+    texts = [r | {"is_from_text": True, "num_accepted_tokens": 7, "num_emitted_tokens": 8} for r in _rows(200, 4)]
+    mixed: dict[str, Window] = {}
+    alone: dict[str, Window] = {}
+    fold(mixed, sums_of([both[i] for both in [rows + texts] for i in rng.permutation(len(both))]))
+    fold(alone, sums_of(rows))
+    for name, window in alone.items():
+        found = {(s.group, s.version): s for s in close(name, mixed[name], 0.0, 10.0).stats}
+        for own in close(name, window, 0.0, 10.0).stats:
+            stats = found[own.group, own.version]
+            text = [
+                t for t in texts if (t["bucket"], t["group"], t["drafter_version"]) == (name, own.group, own.version)
+            ]
+            assert (stats.text_rounds, stats.text_tokens) == (len(text), 8 * len(text))
+            assert stats.text_s == pytest.approx(sum(t["share_ms"] for t in text) / 1000)
+            for part in ("drafted_rounds", "drafted_s", "plain_s", "plain_tokens"):
+                assert getattr(stats, part) == pytest.approx(getattr(own, part))
+            assert stats.acceptance_length.ratio() == pytest.approx(own.acceptance_length.ratio())
+            assert stats.num_rounds == own.num_rounds + len(text)
+            assert stats.num_tokens == own.num_tokens + 8 * len(text)
+            assert stats.device_s == pytest.approx(own.device_s + stats.text_s)
+
+
 def test_splitting_a_batch_changes_nothing():
     rows = _rows(200, 1)
     whole: dict[str, Window] = {}

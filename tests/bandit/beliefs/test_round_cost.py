@@ -120,6 +120,19 @@ def test_summed_feedback_counts_like_rows():
     assert rows.sums["a"][4].tokens == sums.sums["a"][4].tokens == 80.0
 
 
+@pytest.mark.parametrize("text_rounds", [0, 10, 40])
+def test_a_better_drafter_gains_in_the_rounds_that_are_its_own(text_rounds):
+    """The same text before and after: text turns take and bring the same, the others are half as many and twice as long."""
+    text = [r | {"is_from_text": True} for r in _rows(4, 6.0, count=text_rounds, emitted=5)]
+    before, after = _rows(4, 10.0, count=40) + text, _rows(4, 10.0, count=20, emitted=4) + text
+    costs = RoundCosts()
+    costs.fold(sums_of(before))
+    belief = make_belief(length=2.0, batches=costs.batches("a"))
+    took_s, takes_s = (sum(r["share_ms"] for r in rows) / 1e3 for rows in (before, after))
+    assert belief.token_s(2.0) == pytest.approx(took_s / (80 + 5 * text_rounds))
+    assert belief.relative_gain(2.0, 4.0) == pytest.approx(1 - takes_s / took_s)
+
+
 def test_a_better_drafter_gains_nothing_where_full_batches_are_served_plain():
     single = BatchCost(share=0.5, round_s=0.010, plain_token_s=None)
     full = BatchCost(share=0.5, round_s=0.010, plain_token_s=0.004)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from paceline.adapt.data.trace_store import TraceStore
 from paceline.config import TraceConfig
 from paceline.contracts import SPAN_S, FeedbackBatch, decode
 from paceline.infra.app import build
+from paceline.infra.controller.feedback import READ_COUNT
 from paceline.infra.replica.feedback import FeedbackPublisher
 from paceline.infra.service.deployment import DEPLOYED_AT
 from paceline.infra.state.redis_clock import RedisClock
@@ -188,3 +190,82 @@ def test_a_controller_goes_by_redis_time_and_says_how_old_its_values_are(
     assert snapshot.ts is not None and abs(snapshot.ts - time.time()) < 5.0
     assert snapshot.age_s is not None and 0.0 <= snapshot.age_s < 5.0
     assert "paceline_controller_snapshot_age_seconds" in controller_metrics(snapshot, "m").decode()
+
+
+@pytest.mark.parametrize("missed_s", [30.0, 110.0, -30.0])
+def test_a_process_that_stood_still_has_the_right_time_a_minute_later(monkeypatch, missed_s):
+    """A virtual machine that is paused misses what passes meanwhile; no time that was told is followed by an earlier one."""
+    redis_s, steady_s = [1e9], [500.0]
+    monkeypatch.setattr("paceline.infra.state.redis_clock.steady", lambda: steady_s[0])
+    client = SimpleNamespace(time=lambda: (int(redis_s[0]), 0))
+    clock, told = RedisClock(), []
+
+    def passes(seconds, missed_s=0.0):
+        redis_s[0] += seconds + missed_s
+        steady_s[0] += seconds
+        clock.look(client)
+        told.append(clock.now())
+
+    passes(0.0)
+    passes(30.0, missed_s)
+    assert told[-1] == pytest.approx(redis_s[0] - missed_s), "it was read half a minute ago"
+    passes(40.0)
+    assert told[-1] == pytest.approx(max(redis_s[0], told[-2]))
+    passes(100.0)
+    assert told[-1] == pytest.approx(redis_s[0]) and told == sorted(told)
+
+
+def test_a_step_of_redis_own_clock_is_not_followed(client, monkeypatch, caplog):
+    clock = RedisClock()
+    clock.look(client)
+    real = machine.steady
+    monkeypatch.setattr("paceline.infra.state.redis_clock.steady", lambda: real() + 61.0)
+    monkeypatch.setattr(client, "time", lambda: (int(time.time()) + 7200, 0))
+    before = clock.now()
+    clock.look(client)
+    assert 0 <= clock.now() - before < 5.0
+    assert "restart the service's processes" in caplog.text
+
+
+def test_what_waited_for_a_controller_is_no_load_of_the_seconds_in_which_it_is_read(shared_redis, client, keys, tmp_path, seeded):  # fmt: skip
+    """The policy is asked when all is read: its epoch is then the whole absence, with all that came in it."""
+    host = make_host(shared_redis.url, keys, tmp_path)
+    host.connect()
+    asked = []
+    monkey = host.session.controller.tick
+    host.session.controller.tick = lambda now, context: asked.append(now) or monkey(now, context)
+    for seq in range(1, 2 * READ_COUNT + 11):
+        send(client, keys, seq, rows=1)
+    settle(host, 2)
+    assert asked == [] and stored(client, keys).num_rows == 2 * READ_COUNT
+    settle(host, 1)
+    assert len(asked) == 1 and stored(client, keys).num_rows == 2 * READ_COUNT + 10
+
+
+def test_a_controller_that_cannot_read_up_decides_all_the_same(shared_redis, client, keys, tmp_path, seeded):
+    clock, asked = ManualClock(1e9), []
+    host = make_host(shared_redis.url, keys, tmp_path, clock=clock)
+    host.connect()
+    host.session.controller.tick = lambda now, context: asked.append(now) or []
+    for seq in range(1, 3 * READ_COUNT + 1):
+        send(client, keys, seq, rows=1)
+        if seq % READ_COUNT == 0:
+            settle(host, 1)
+            clock.advance(45.0)
+    assert len(asked) == 1
+
+
+def test_what_breaks_in_a_pass_keeps_nothing_from_being_committed(shared_redis, client, keys, tmp_path, seeded):
+    host = make_host(shared_redis.url, keys, tmp_path)
+    host.connect()
+
+    def broken(*_, **__):
+        raise ZeroDivisionError("a defect")
+
+    host.session.lives.judge_trials = broken
+    host.session.jobs.poll = broken
+    for seq in (1, 2):
+        send(client, keys, seq)
+        settle(host)
+    assert stored(client, keys).num_rows == 6
+    assert host.session.books.errors.num >= 4 and "a defect" in host.session.books.errors.last

@@ -80,8 +80,9 @@ def test_one_controller_is_kept_and_takes_commands_until_it_is_stopped(spec, cli
     for same in (
         now,
         replace(now, deployed_at=9.0),
-        replace(now, deployed_at=4.0, host=replace(now.host, target_version="u")),
-    ):  # of an older deployment
+        replace(now, deployed_at=4.0, host=replace(now.host, target_version="u")),  # of an older deployment
+        replace(now, host=replace(now.host, target_version="u")),  # of this one, on a node with other files
+    ):
         assert ensure_controller(same)._actor_id == kept._actor_id
     wait_until(lambda: snapshot(keys.model).epoch == 1, timeout_s=90.0)
     with pytest.raises(Exception, match=r"not in the registry|12 hexadecimal"):

@@ -12,7 +12,7 @@ from paceline.errors import DrafterMismatchError, RequestError
 from paceline.infra.state.desired import commit_desired, ensure_first_version, read_desired, write_report
 from paceline.machine import ManualClock
 from tests.helpers.hosts import make_host, send, settle
-from tests.helpers.scripted import ProcessLauncher, decision
+from tests.helpers.scripted import MemoryStore, ProcessLauncher, Shard, decision
 
 
 class Versions:
@@ -147,3 +147,22 @@ def test_nothing_is_decided_while_a_version_of_another_target_is_live(host, clie
     settle(host)
     assert host.session.state.desired.version == versions.theirs
     assert host.session.state.pending is None and host.session.controller.queue
+
+
+def test_a_trace_folder_that_is_away_for_a_moment_counts_nothing_twice(shared_redis, client, keys, tmp_path, seeded):
+    """As while it is mounted again: it lists nothing, and what is in it afterwards is not new."""
+    store = MemoryStore()
+    host = make_host(shared_redis.url, keys, tmp_path, store=store)
+    host.connect()
+    settle(host)
+    written, all_shards = dict(host.session.state.rows_written), store.shards
+    assert written == {"math": 400, "code": 200}
+    store.shards = []
+    settle(host)
+    assert host.session.surroundings.rows == {} and host.session.state.rows_written == written
+    store.shards = all_shards
+    settle(host)
+    assert host.session.state.rows_written == written
+    store.shards = [*all_shards, Shard("s3")]
+    settle(host)
+    assert host.session.state.rows_written == written | {"math": 600}

@@ -164,3 +164,33 @@ def test_a_state_from_before_numbers_goes_on(own_redis, keys, tmp_path, where):
 def test_numbers_that_this_release_does_not_know_are_no_state(number):
     with pytest.raises((StateError, msgspec.DecodeError)):
         upgraded({"format": msgspec.msgpack.encode(number)}, "it")
+
+
+@pytest.mark.parametrize("has_more", ["redis", "file"])
+def test_whichever_of_redis_and_the_snapshot_is_newer_is_gone_on_with(
+    shared_redis, client, keys, tmp_path, seeded, has_more
+):
+    """Redis may come back from an older copy of its data, as from a backup of it alone."""
+    host = make_host(shared_redis.url, keys, tmp_path)
+    host.connect()
+    send(client, keys, 1)
+    settle(host)
+    older = client.dump(keys.state)
+    file = tmp_path / "data" / snapshot_name("t")
+    host.session.books.store.save_file(host.session.state)
+    older_file = file.read_bytes()
+    serve_and_stop(host, client, keys)
+    newest = stored(client, keys)
+    assert newest.num_rows > 3
+    if has_more == "file":
+        client.restore(keys.state, 0, older, replace=True)
+        assert stored(client, keys).commit < newest.commit
+    else:
+        file.write_bytes(older_file)
+    again = make_host(shared_redis.url, keys, tmp_path)
+    again.connect()
+    settle(again)
+    now = stored(client, keys)
+    assert (now.num_rows, now.num_booked >= newest.num_booked) == (newest.num_rows, True)
+    assert now.commit > newest.commit and now.desired.version == newest.desired.version == "v2"
+    assert bool(client.keys(f"{keys.state}:damaged:*")) == (has_more == "file"), "what Redis had is kept"

@@ -21,7 +21,7 @@ from paceline.infra.controller.jobs import (
 )
 from paceline.infra.controller.store import HostConfig
 from paceline.infra.state.room import Room
-from paceline.machine import SystemClock
+from paceline.machine import ManualClock, SystemClock
 from tests.helpers.scripted import ARM, ProcessLauncher, decision
 
 TTL_S = 1.0
@@ -96,6 +96,25 @@ def test_second_job_waits_for_the_lease(shared_redis, client, keys, launcher):
         assert c2.poll(job("j2")) is None
         assert c2.poll(job("j1")) is None
     assert len(launcher.handles) == 1
+
+
+def test_a_job_that_nobody_knows_is_asked_to_stop_and_waited_for_no_longer_than_for_the_own(
+    shared_redis, client, keys, launcher
+):
+    c, clock = coordinator(client, shared_redis.url, keys, launcher), ManualClock(1000.0)
+    c._clock = clock
+    other = Lease(job_id="other", token="t", host="a-node")
+    for _ in range(3):
+        client.set(keys.train, encode(other))  # a heartbeat that goes on, in a process that is stuck
+        assert c.poll(job("j1", limit_s=30.0)) is None
+        clock.advance(12.0)
+    assert client.get(keys.train_stop) == b"other"
+    clock.advance(60.0)
+    result = c.poll(job("j1", limit_s=30.0))
+    assert (result.status, result.train_s) == ("failed", 0.0)
+    assert "job other" in result.reason and "a-node" in result.reason
+    client.delete(keys.train)
+    assert c.poll(job("j2")) is None and len(launcher.handles) == 1, "the next one begins when it is gone"
 
 
 def test_restarted_controller_takes_over_a_running_job(shared_redis, client, keys, launcher, wait_until):

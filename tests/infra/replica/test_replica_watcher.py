@@ -3,6 +3,7 @@
 import time
 from dataclasses import dataclass, field
 from random import Random
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -482,6 +483,33 @@ def test_a_version_of_a_class_that_is_refused_or_fails_is_reported_and_touches_n
     w.reconcile()
     report = read_reports(client, keys)[0]
     assert (report.class_versions, report.refused) == ({"math": "v2"}, {}), "another order is another try"
+
+
+def test_a_version_that_finds_no_memory_once_is_not_refused_and_one_that_was_is_tried_again(
+    shared_redis, client, keys, seeded, monkeypatch
+):
+    slots, now, errors = Slots(), [1000.0], [RuntimeError("CUDA out of memory"), MemoryError("no memory")]
+    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
+    monkeypatch.setattr("paceline.infra.replica.watcher.time", clock)
+
+    def check():
+        if slots.tries and errors:
+            raise errors.pop(0)
+
+    slots.check_is_there, slots.tries = check, True
+    w = watcher(shared_redis.url, keys, slots)
+    assign(client, keys, math="v2")
+    seen = []
+    for _ in range(8):
+        w.reconcile()
+        seen.append((2 - len(errors), "v2" in read_reports(client, keys)[0].refused))
+        now[0] += 3.0
+    assert seen[:2] == [(1, False)] * 2 and seen[2] == (2, True), "the second failure counts"
+    assert seen[3:6] == [(2, True)] * 3 and seen[6:] == [(2, False)] * 2, "and it is tried again, later each time"
+    assert (slots.calls, slots.loaded) == (["v2"], ["v2"])
+    assert read_reports(client, keys)[0].refused == {} and read_reports(client, keys)[0].class_versions == {
+        "math": "v2"
+    }
 
 
 def test_what_failed_before_it_was_assigned_is_tried_again(shared_redis, client, keys, seeded):

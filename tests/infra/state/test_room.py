@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import redis
 from redis.exceptions import ResponseError
 
 from paceline.config import FeedbackConfig
@@ -299,3 +300,19 @@ def test_the_log_stream_is_cut_to_its_bytes(shared_redis, client, keys, monkeypa
     Room(client, keys).keep()
     assert client.memory_usage(keys.log) < 1.2 * 2**20
     assert client.xlen(keys.log) > 50
+
+
+def test_the_log_is_cut_where_redis_does_not_tell_its_memory(shared_redis, client, keys, monkeypatch):
+    monkeypatch.setattr("paceline.infra.state.room.LOG_ENTRIES", 50)
+    url = f"redis://{shared_redis.url.rpartition('@')[2].removeprefix('redis://')}"
+    client.acl_setuser("narrow", enabled=True, passwords=["+p"], keys=["*"], commands=["+@all", "-info", "-memory"])
+    try:
+        for number in range(200):
+            with client.pipeline() as pipe:
+                queue_log(pipe, keys, "note", {"text": str(number)})
+                pipe.execute()
+        with redis.Redis.from_url(url, username="narrow", password="p") as narrow:
+            Room(narrow, keys).keep()
+        assert client.xlen(keys.log) <= 51
+    finally:
+        client.acl_deluser("narrow")

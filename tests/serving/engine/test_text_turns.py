@@ -54,14 +54,20 @@ def test_texts_that_go_on_are_drafted_from_text_and_the_rest_by_the_drafter(poli
 
 
 def test_a_round_has_one_drafter_a_request(monkeypatch):
-    engine = make_engine(FeatureDrafter(), tree=TreeConfig(max_draft_tokens=6, policy="fixed", mix="suffix"))
+    sinks = Sinks()
+    tree = TreeConfig(max_draft_tokens=6, policy="fixed", mix="suffix")
+    engine = make_engine(FeatureDrafter(), sinks=sinks, tree=tree)
     asked = turns_of(engine, monkeypatch)
     Run(engine, "loop", LOOP, max_tokens=40)
     rounds = Counter[str]()
     while engine.step():
         assert len(asked) <= 1, "the drafter's time is saved where the text goes on"
+        assert [r["is_from_text"] for r in sinks.rows] == (
+            [asked[0][0] == "text"] if asked else [False][: len(sinks.rows)]
+        )
         rounds.update(name for name, _ in asked)
         asked.clear()
+        sinks.rows.clear()
     assert min(rounds["text"], rounds["own"]) > 1
 
 

@@ -12,6 +12,7 @@ from paceline.serving.drafters.forward import choose_ranking
 from paceline.serving.engine import traces as module
 from paceline.serving.engine.running import TraceRows
 from paceline.serving.engine.traces import TraceCollector
+from tests.helpers.engines import FeatureDrafter, Run, Sinks, finish, make_engine
 from tests.helpers.static_kernels import STATIC_KERNELS, NoHostReads
 
 
@@ -94,3 +95,17 @@ def test_a_round_of_many_traced_requests_is_ranked_at_once_and_waits_for_nothing
             made.add(requests, [[i] for i in range(64)], logits)
     assert calls == [(64, 4096)] * 3 and not errors
     assert all(len(r.trace.joined()) == 3 for r in requests)
+
+
+@pytest.mark.parametrize("max_rows", [10, 20, 1000])
+def test_a_request_that_is_too_long_to_learn_from_leaves_no_trace(max_rows, caplog):
+    sinks = Sinks()
+    probe = make_engine(FeatureDrafter(), sinks=sinks)
+    row_bytes = probe.kv.features.shape[1] * probe.kv.features.element_size()
+    engine = make_engine(FeatureDrafter(), sinks=sinks, trace_max_bytes=max_rows * row_bytes)
+    runs = {n: Run(engine, f"r{n}", range(1, n + 1), max_tokens=6) for n in (4, 12, 30)}
+    finish(engine)
+    kept = {n for n, run in runs.items() if n + 6 - 1 <= max_rows}
+    assert {t.request_id for t in sinks.traces} == {f"r{n}" for n in kept}
+    assert all(len(run.tokens) == 6 for run in runs.values()), "its answer is whole"
+    assert ("trace.max_bytes" in caplog.text) == (len(kept) < 3)
