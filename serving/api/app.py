@@ -26,14 +26,13 @@ from paceline.serving.api.http import (
     visit_of,
 )
 from paceline.serving.api.openapi import openapi_document, openapi_page
-from paceline.serving.api.prompts import Prompts, TokenRoutes, with_tokens
+from paceline.serving.api.prompts import Prompts, TokenRoutes, parsed, with_tokens
 from paceline.serving.api.requests import check_model, engine_requests, request_id_of
 from paceline.serving.sampling.request import GenerationRequest
 from paceline.serving.sampling.text_stream import TextStream, TokenText
 from paceline.serving.wire.calls import CallParser
 from paceline.serving.wire.choice import Choice, ChoiceStyle, make_echo
 from paceline.serving.wire.exchange import Exchange
-from paceline.serving.wire.fields import parse_body
 from paceline.serving.wire.format import Answer, WireAnswer
 from paceline.serving.wire.response import ResponseAnswer
 from paceline.serving.wire.tools import CallPlan, plan_calls
@@ -52,7 +51,7 @@ class Api:
     async def completions(self, request: Request) -> Response:
         """Continue texts or token ids."""
         arrived_s = self._arrive(request)
-        body: CompletionBody = parse_body(await read_body(request), CompletionBody)
+        body: CompletionBody = await parsed(await read_body(request), CompletionBody)
         return await self._answer(
             request, body, await self.prompts.encode_each(body.prompts, special=body.add_special_tokens), arrived_s
         )
@@ -60,12 +59,12 @@ class Api:
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
         arrived_s = self._arrive(request)
-        return await self._chat(request, parse_body(await read_body(request), ChatBody), arrived_s)
+        return await self._chat(request, await parsed(await read_body(request), ChatBody), arrived_s)
 
     async def responses(self, request: Request) -> Response:
         """Answer a conversation in the words of the Responses API."""
         arrived_s = self._arrive(request)
-        body: ResponsesBody = parse_body(await read_body(request), ResponsesBody)
+        body: ResponsesBody = await parsed(await read_body(request), ResponsesBody)
         chat = body.as_chat()
         with body.own_names():
             return await self._chat(request, chat, arrived_s, body)

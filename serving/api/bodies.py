@@ -37,8 +37,8 @@ MAX_PROMPTS = 128
 """Prompts of a body; with `n` each at most MAX_ANSWERS choices."""
 MAX_ANSWERS = 256
 """As many as an engine's queue holds (`engine.max_waiting`): a body is admitted as a whole."""
-MAX_SCORES = 2**22
-"""Log-probabilities of prompt tokens in an answer, 100 bytes each: three prompts of 64 k tokens with 20 alternatives."""
+MAX_SCORES = 2**20
+"""Log-probabilities of prompt tokens in an answer, some 540 bytes each until it is sent: 49,932 tokens with 20 alternatives."""
 MAX_LABELS, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 """Of `metadata`: OpenAI's limits."""
 MAX_TIMEOUT_S = 86_400.0
@@ -313,13 +313,13 @@ class CompletionBody(GenerateBody):
         each = prompt if isinstance(prompt, list) else [prompt]
         if len(each) == 1 and isinstance(each[0], str | list):
             prompt, each = each[0], each[0] if isinstance(each[0], list) else each
-        is_ids = all(type(t) is int for t in each)
-        is_many = all(isinstance(t, str) for t in each) or all(isinstance(t, list) for t in each)
+        kinds = set(map(type, each))  # of millions in some tens of ms: other requests wait
+        is_ids, is_many = kinds <= {int}, kinds == {str} or kinds == {list}
         if is_many and isinstance(prompt, list) and len(prompt) > MAX_PROMPTS:
             raise ValueError(f"prompt must be at most {MAX_PROMPTS} prompts, got {len(prompt)}")
-        if not is_ids and not (is_many and all(type(t) is int for p in each for t in p if isinstance(p, list))):
+        if not is_ids and not (is_many and all(set(map(type, p)) <= {int} for p in each if isinstance(p, list))):
             raise ValueError("prompt must be a text, a list of token ids, or a list of texts or of such lists")
-        if not prompt or not all(p == 0 or p for p in each):
+        if not prompt or (not is_ids and not all(each)):
             raise ValueError("prompt must not be empty")
         return prompt
 

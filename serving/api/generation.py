@@ -37,6 +37,8 @@ T = TypeVar("T")
 
 MAX_ANSWER_SCORES = 2**20
 """Log-probabilities of an answer that is no stream, half a KiB each while it is written: 50,000 tokens with 20 alternatives."""
+LONG_ENTRIES = 2_000
+"""Log-probabilities of a chunk from which on it is put together in a thread: an echoed prompt may take seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -304,7 +306,8 @@ async def events(generation: Generation, record: AccessRecord) -> AsyncIterator[
         if opening := answer.opening():
             yield opening
         async for piece in generation.pieces():
-            if part := answer.part(piece):
+            is_long = len(piece.entries) > LONG_ENTRIES
+            if part := await asyncio.to_thread(answer.part, piece) if is_long else answer.part(piece):
                 yield part
         if closing := answer.closing():
             yield closing
@@ -332,7 +335,13 @@ async def whole(request: Request, generation: Generation) -> bytes:
     """The complete answer as JSON; a client that hangs up stops the generation."""
 
     async def collect() -> list[Piece]:
-        pieces, num_scores = list[Piece](), 0
+        # those of an echoed prompt are bounded before it is read
+        num_echoed = sum(
+            len(r.prompt_token_ids) * (r.prompt_logprobs + 1)
+            for r in generation.requests
+            if r.prompt_logprobs is not None
+        )
+        pieces, num_scores = list[Piece](), -num_echoed
         async for piece in generation.pieces():
             num_scores += sum(1 + len(scored.top) for _, scored, _ in piece.entries if scored is not None)
             if num_scores > MAX_ANSWER_SCORES:  # a stream keeps none of them

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Request, Response
@@ -24,6 +25,7 @@ T = TypeVar("T")
 
 _LONG_CHARS = 16_384  # worked on in a thread, so that the event loop stays free
 _LONG_TOKENS = 4_096
+_LONG_BYTES = 256 * 2**10
 _MANY_WORDS = 64  # a call of the tokenizer for each of the two ways to write one
 _BREAK = "\ufdd0"
 """Inside what would be a special token in a client's text: a character that Unicode keeps for use inside of programs."""
@@ -143,6 +145,11 @@ async def with_tokens(work: Callable[[], T], token_ids: Sequence[int]) -> T:
     return await in_thread(work, is_long=len(token_ids) > _LONG_TOKENS)
 
 
+async def parsed(raw: bytes, kind: type[BaseModel]) -> Any:
+    """`parse_body`, of a long body in a thread: others go on. Raises what it raises."""
+    return await in_thread(partial(parse_body, raw, kind), is_long=len(raw) > _LONG_BYTES)
+
+
 async def in_thread(work: Callable[[], T], *, is_long: bool) -> T:
     return await asyncio.to_thread(work) if is_long else work()
 
@@ -224,7 +231,7 @@ class TokenRoutes:
     async def detokenize(self, request: Request) -> Response:
         """The text of token ids."""
         info = self._parts.client.info()
-        body: DetokenizeBody = parse_body(await read_body(request), DetokenizeBody)
+        body: DetokenizeBody = await parsed(await read_body(request), DetokenizeBody)
         check_model(body.model, info)
         check_token_ids(body.tokens, info, "tokens")
         text = await with_tokens(lambda: self._tokens.decode(body.tokens, skip_special=False), body.tokens)

@@ -142,8 +142,8 @@ def check_model(name: str | None, info: EngineInfo) -> None:
 
 def check_token_ids(token_ids: Sequence[int], info: EngineInfo, param: str) -> None:
     """Raise FieldError at the first id that is not in the vocabulary."""
-    bad = next((t for t in token_ids if not 0 <= t < info.vocab_size), None)
-    if bad is not None:
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < info.vocab_size):
+        bad = next(t for t in token_ids if not 0 <= t < info.vocab_size)
         raise FieldError(f"{param} token ids must lie in [0, {info.vocab_size}), got {bad}", param)
 
 

@@ -262,7 +262,7 @@ def _cut(request: RunningRequest, token_ids: list[int]) -> tuple[list[int], str 
                 token_ids, reason = token_ids[: i + 1], "stop"
                 break
     if request.stop_checker is not None:
-        found = request.stop_checker.first_match(token_ids)
+        found = request.stop_checker.first_match(token_ids[:-1] if reason == "stop" else token_ids)
         if found is not None:
             return token_ids[: found[0]], "stop", found[1]
     return token_ids, reason, None

@@ -6,11 +6,15 @@ expression derivatives, which gives the mask of a state in some tens of microsec
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
+import re
 import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Collection
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -29,8 +33,12 @@ if TYPE_CHECKING:  # loaded with the first grammar
 
 MAX_PATTERN_BYTES = 4_096
 """Longest `pattern` inside a JSON schema, or `whitespace_pattern` of its `x-guidance`."""
+MAX_MULTIPLE = 100_000
+"""Largest least common multiple of the `multipleOf` of a schema, in units of their last digit: the compiler makes a state for each
+remainder, 23 MB for 100,000, and knows no end."""
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 # Between two parts of a JSON answer: a model that would go on with blanks for ever has to go on with the answer.
+_JSON_RULE = re.compile(r"%json\s*")
 _STACK_BYTES = 256 * 2**20  # virtual: the compiler recurses once per rule of a chain, far beyond a usual stack
 _LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,
@@ -209,8 +217,12 @@ class GrammarFactory:
 
 
 def check_schema(spec: GrammarSpec) -> None:
-    """Raise RequestError when a pattern in a JSON schema is too long."""
+    """Raise RequestError where a JSON schema, also one inside a Lark grammar, has what `check_patterns` refuses."""
     if spec.kind != "json_schema":
+        for found in _JSON_RULE.finditer(spec.text):
+            with contextlib.suppress(ValueError, RecursionError):  # the compiler says it better
+                schema, _ = json.JSONDecoder().raw_decode(spec.text, found.end())
+                check_patterns(schema)
         return
     try:
         schema = json.loads(spec.text)
@@ -221,9 +233,10 @@ def check_schema(spec: GrammarSpec) -> None:
     check_patterns(schema)
 
 
-def check_patterns(schema: dict[str, Any]) -> None:
-    """Raise RequestError when a pattern in a JSON schema is too long."""
+def check_patterns(schema: Any) -> None:
+    """Raise RequestError when a pattern in a JSON schema is too long, or its numbers have too many remainders."""
     stack: list[Any] = [schema]
+    multiple: tuple[int, int] | None = None
     while stack:
         node = stack.pop()
         if isinstance(node, list):
@@ -238,7 +251,26 @@ def check_patterns(schema: dict[str, Any]) -> None:
             longest = max((len(p.encode(errors="surrogatepass")) for p in patterns if isinstance(p, str)), default=0)
             if longest > MAX_PATTERN_BYTES:
                 raise RequestError(f"a pattern must have at most {MAX_PATTERN_BYTES} bytes, got {longest}")
+            multiple = _common(multiple, node.get("multipleOf"))
+            if multiple is not None and multiple[0] > MAX_MULTIPLE:
+                raise RequestError(
+                    f"the multipleOf of a schema must have a least common multiple of at most {MAX_MULTIPLE}, counted in units of "
+                    "their last digit"
+                )
             stack += node.values()
+
+
+def _common(multiple: tuple[int, int] | None, value: Any) -> tuple[int, int] | None:
+    """(least common multiple, its digits behind the point), with another value among them; None = there was none."""
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        return multiple  # the compiler refuses it, or there is none
+    _, digits, exponent = Decimal(str(value)).as_tuple()
+    assert isinstance(exponent, int)
+    places, own = max(-exponent, 0), int("".join(map(str, digits))) * 10 ** max(exponent, 0)
+    if multiple is None:
+        return own, places
+    most = max(places, multiple[1])
+    return math.lcm(multiple[0] * 10 ** (most - multiple[1]), own * 10 ** (most - places)), most
 
 
 def json_schema_with_blanks(schema: dict[str, Any]) -> str:

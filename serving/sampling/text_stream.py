@@ -144,6 +144,10 @@ class TextStream:
             fresh += piece
         return self._send(fresh)
 
+    def skip(self, number: int) -> None:
+        """Take tokens that end the text and are no part of it."""
+        self.starts += [self._num_decoded] * number
+
     def finish(self, stop_match: str | None = None) -> str:
         """Return the text still held back; with `stop_match` only what comes before that string."""
         tail = self._utf8.decode(b"", final=True) if self._tokens.is_byte_level else self._flush_window()

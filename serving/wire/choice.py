@@ -110,7 +110,10 @@ class Choice:
     def take(self, event: RoundEvent) -> Piece:
         """Fold one round's event."""
         first = len(self._stream.starts)
-        text = self._stream.push(event.token_ids)
+        # what stopped it is no part of the answer's text
+        num_stops = int(event.finish_reason == "stop" and event.stop_match is None and len(event.token_ids) > 0)
+        text = self._stream.push(event.token_ids[: len(event.token_ids) - num_stops])
+        self._stream.skip(num_stops)
         if event.finish_reason is not None:
             text += self._stream.finish(event.stop_match)
         self.num_tokens += len(event.token_ids)

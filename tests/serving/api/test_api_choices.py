@@ -215,3 +215,17 @@ def test_a_whole_answer_keeps_a_bounded_number_of_scores_and_a_stream_none(real:
     wait_until(lambda: engine.is_idle)
     assert httpx.post(f"{base}/v1/completions", json={**body, "stream": True}).text.endswith("data: [DONE]\n\n")
     assert httpx.post(f"{base}/v1/completions", json={**body, "logprobs": None}).status_code == 200
+    echoed = {**body, "prompt": [5] * 30, "n": 1, "max_tokens": 2, "echo": True, "temperature": 0}
+    monkeypatch.setattr(generation, "MAX_ANSWER_SCORES", 2 * 4)
+    whole = httpx.post(f"{base}/v1/completions", json=echoed)
+    assert whole.status_code == 200, "the prompt's own are bounded before it is read"
+    assert len(whole.json()["choices"][0]["logprobs"]["tokens"]) == 32
+    monkeypatch.setattr(generation, "LONG_ENTRIES", 10)
+    lines = [
+        line
+        for line in httpx.post(f"{base}/v1/completions", json={**echoed, "stream": True}).text.split("\n\n")
+        if line
+    ]
+    parts = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines[:-1]]
+    assert "".join(part["text"] for part in parts) == whole.json()["choices"][0]["text"]
+    assert sum(len(part["logprobs"]["tokens"]) for part in parts if part["logprobs"]) == 32

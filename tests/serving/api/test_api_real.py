@@ -129,10 +129,15 @@ def test_real_stop_tokens_are_told_as_what_ended_the_answer(real: tuple) -> None
         client.completions.create(**ask, extra_body={"ignore_eos": True, "return_token_ids": True}).choices[0].token_ids
     )
     for stream in (False, True):
-        extra = {"ignore_eos": True, "stop_token_ids": [ids[4]]}
+        extra = {"ignore_eos": True, "stop_token_ids": [ids[4]], "return_token_ids": True}
         answer = client.completions.create(**ask, stream=stream, extra_body=extra)
-        last = (list(answer) if stream else [answer])[-1].choices[0]
+        parts = list(answer) if stream else [answer]
+        last = parts[-1].choices[0]
         assert (last.finish_reason, last.stop_reason) == ("stop", ids[4])
+        told = [t for p in parts for t in p.choices[0].token_ids]
+        assert told == ids[: ids.index(ids[4]) + 1], "among the tokens"
+        before = client.completions.create(**{**ask, "max_tokens": len(told) - 1}, extra_body={"ignore_eos": True})
+        assert "".join(p.choices[0].text for p in parts) == before.choices[0].text, "and not in the text"
     cut = client.completions.create(**ask, extra_body={"ignore_eos": True}).choices[0]
     assert (cut.finish_reason, cut.stop_reason) == ("length", None)
 

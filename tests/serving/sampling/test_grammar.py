@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from paceline.errors import CapacityError, RequestError
 from paceline.serving.sampling import grammar as grammar_module
-from paceline.serving.sampling.grammar import GrammarFactory, convert_tokenizer
+from paceline.serving.sampling.grammar import GrammarFactory, check_schema, convert_tokenizer
 from paceline.serving.sampling.grammar_state import GrammarState
 from paceline.serving.sampling.request import MAX_TEXT_BYTES, GrammarSpec
 from paceline.serving.sampling.text_stream import TextStream, TokenText
@@ -53,6 +53,10 @@ HOSTILE = {
         json.dumps({"allOf": [{"anyOf": [{"properties": {f"a{i}{j}": {}}, "required": [f"a{i}{j}"]} for j in range(6)]}
                               for i in range(12)]}),
     ),
+    "many remainders": ("json_schema", '{"type":"integer","multipleOf":9999991}'),
+    "together many": ("json_schema", '{"allOf":[{"type":"integer","multipleOf":9973},{"multipleOf":9967}]}'),
+    "many behind the point": ("json_schema", '{"properties":{"a":{"type":"number","multipleOf":0.0000001}, "b":{"multipleOf":7}}}'),
+    "many in a rule": ("lark", 'start: %json {"type":"integer","multipleOf":9999991}'),
     "bad regex": ("regex", "(["),
     "look-around": ("regex", "(?=a)b"),
     "empty regex": ("regex", r"[^\s\S]"),
@@ -73,6 +77,16 @@ def test_hostile_grammars_are_refused_in_bounded_time(name) -> None:
     with pytest.raises(RequestError):
         submit(make_engine(), Answers(), "r", grammar=GrammarSpec(kind=kind, text=text))
     assert time.monotonic() - start < 20  # thousandths of that on an idle machine
+
+
+@pytest.mark.parametrize(
+    "schema", [{"multipleOf": 0.01}, {"multipleOf": 100}, {"allOf": [{"multipleOf": 0.25}, {"multipleOf": 5}]}, {"multipleOf": 1e4}]
+)  # fmt: skip
+def test_multiples_that_people_ask_for_are_taken(schema) -> None:
+    spec = GrammarSpec(kind="json_schema", text=json.dumps({"type": "number", **schema}))
+    submit(make_engine(), Answers(), "r", grammar=spec)
+    with pytest.raises(RequestError, match="multipleOf"):
+        check_schema(GrammarSpec(kind="json_schema", text=json.dumps({**schema, "items": {"multipleOf": 99991}})))
 
 
 def test_long_chains_of_rules_do_not_exhaust_the_stack() -> None:
