@@ -83,10 +83,10 @@ class RoundStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SizeSums(msgspec.Struct, array_like=True, gc=False):
-    """Rounds of one cell at one batch size: drafted by its version, by a text drafter beside it, or plain."""
+    """Rounds of one cell at one batch size: drafted by its version, plain, or a text drafter's beside it."""
 
     num_rounds: Count = 0
-    """Rounds of all three kinds."""
+    """Rounds of the first two kinds."""
     drafted_rounds: Count = 0
     """Those that the version drafted for."""
     drafted_s: Amount = 0.0
@@ -94,19 +94,15 @@ class SizeSums(msgspec.Struct, array_like=True, gc=False):
     plain_s: Amount = 0.0
     """Device seconds of the rounds without a draft."""
     num_tokens: Amount = 0
-    """Emitted tokens."""
+    """Emitted tokens of all rounds."""
     plain_tokens: Count = 0
     """Those of the rounds without a draft."""
     draft_ratio: Amount = 0.0
     """Plain rounds that a drafted one would take, by the engine's cost tables; 0 = not told, as where all were drafted."""
     text_rounds: Count = 0
+    """Rounds that a text drafter had."""
     text_s: Amount = 0.0
-    """Device seconds of the rounds that a text drafter had."""
     text_tokens: Count | Amount = 0
-
-    @property
-    def plain_rounds(self) -> int:
-        return self.num_rounds - self.drafted_rounds - self.text_rounds
 
 
 class RequestSums(msgspec.Struct, array_like=True, gc=False):
@@ -148,7 +144,7 @@ class CellSums(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def num_rounds(self) -> int:
-        return sum(sums.num_rounds for sums in self.sizes.values())
+        return sum(sums.num_rounds + sums.text_rounds for sums in self.sizes.values())
 
     @property
     def drafted_rounds(self) -> int:
@@ -178,7 +174,7 @@ class FeedbackSums(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     @property
     def num_rows(self) -> int:
-        return sum([sums.num_rounds for cell in self.cells for sums in cell.sizes.values()])
+        return sum([sums.num_rounds + sums.text_rounds for cell in self.cells for sums in cell.sizes.values()])
 
 
 class PromptVectors(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -7,6 +7,7 @@ is no more than the queue holds; what does not fit is dropped and counted. Nothi
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -47,8 +48,10 @@ class TraceWriter:
     def __init__(
         self, store: TraceStore, config: TraceConfig, *, clock: Clock | None = None, keeps_limits: bool = True
     ) -> None:
-        """keeps_limits: deletes what the store may no longer hold, by `config`; else others do."""
+        """keeps_limits: deletes what the store may no longer hold, and lets as much wait as it has room for, by `config`; else
+        others do, and traces are counted only."""
         self._keeps_limits = keeps_limits
+        self._max_waiting_bytes = WAITING_SHARE * config.max_bytes if keeps_limits else math.inf
         self._store, self._config, self._clock = store, config, clock or SystemClock()
         self._queue: queue.Queue[RequestTrace | threading.Event | None] = queue.Queue(maxsize=config.max_pending)
         self._pending: dict[tuple[str, str], _Pending] = {}
@@ -62,7 +65,7 @@ class TraceWriter:
 
     def wants(self, request_id: str, bucket: str) -> bool:
         """Whether this request is traced: it lies in the share and a trace would have a place now."""
-        has_place = not self._queue.full() and self._num_waiting_bytes <= WAITING_SHARE * self._config.max_bytes
+        has_place = not self._queue.full() and self._num_waiting_bytes <= self._max_waiting_bytes
         return self.is_sampled(request_id) and not self._is_closed and has_place
 
     def is_sampled(self, request_id: str) -> bool:
@@ -78,7 +81,7 @@ class TraceWriter:
         size = num_bytes(trace)
         with self._lock:
             before = self._num_waiting_bytes
-            is_wanted = not self._is_closed and (before == 0 or before + size <= WAITING_SHARE * self._config.max_bytes)
+            is_wanted = not self._is_closed and (before == 0 or before + size <= self._max_waiting_bytes)
             self._num_waiting_bytes += size if is_wanted else 0
         try:
             if not is_wanted:

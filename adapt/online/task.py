@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 MAX_CALLS = 32
 """Orders that a process carries out on a CPU: what memory allocators do not give back goes with it."""
-_taken: dict[str, float] = {}
-"""Of this process: "nice", what its nice value was raised by; "cpu", its CPU seconds when its latest order ended."""
+_taken: dict[str, int] = {}
+"""Of this process: "nice", what its nice value was raised by; "orders", those that it has carried out."""
 
 
 class JobLease(Protocol):
@@ -74,7 +74,7 @@ def run_leased_job(
         niceness: that of this process, over the one that it began with; 0 leaves it (a process cannot take it back).
     """
     if niceness > _taken.get("nice", 0):
-        os.nice(niceness - int(_taken.get("nice", 0)))
+        os.nice(niceness - _taken.get("nice", 0))
         _taken["nice"] = niceness
     clock = device_clock(device, threads)
     run = partial(
@@ -91,7 +91,7 @@ def run_leased_job(
         return result
     finally:
         gc.collect()  # the model and what it learned hold one another
-        _taken["cpu"] = time.process_time()
+        _taken["orders"] = _taken.get("orders", 0) + 1
 
 
 def _run_job(
@@ -120,11 +120,11 @@ def device_clock(
 ) -> Callable[[], float]:
     """Seconds that this process takes of its device, by its threads' time: a polite process is not charged for its waiting.
 
-    A CPU is taken by so many threads, from the process's beginning or the end of its order before. A GPU is driven by one, which spins while it waits for the GPU (CUDA's
+    A CPU is taken by so many threads, for its first order from the process's beginning. A GPU is driven by one, which spins while it waits for the GPU (CUDA's
     cudaDeviceScheduleAuto), from the first look behind the GPU's opening: not by imports, nor by waiting for stores.
     """
     if device == "cpu":
-        before = _taken.get("cpu", 0.0)
+        before = spent() if _taken.get("orders") else 0.0
         return lambda: (spent() - before) / threads
     began: float | None = None
 

@@ -169,7 +169,7 @@ class BucketMeter(msgspec.Struct):
             self.drafted_rounds += s.drafted_rounds
             self.plain_s += s.plain_s
             self.plain_tokens += s.plain_tokens
-            self.rounds += s.num_rounds - s.text_rounds
+            self.rounds += s.num_rounds
 
     def time_per_token_s(self) -> float | None:
         return self.seconds / self.tokens if self.tokens > 0 else None

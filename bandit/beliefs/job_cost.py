@@ -17,7 +17,7 @@ STAGING_PRIOR_S = 0.1
 SLOWDOWN_PRIOR = 0.05
 """Relative slow-down of rounds while a job runs."""
 SLOWDOWN_ROUNDS, MAX_SLOWDOWN_WEIGHT, MAX_SLOWDOWN = 1500.0, 0.25, 3.0
-"""Rounds that the slow-down remembers, weight of one epoch at most, and the largest that is believed of one."""
+"""Rounds that the slow-down remembers, weight of one job at most, and the largest that is believed of one."""
 MAX_LONGER = 10.0
 """Seconds from a job's order to its end over its device-seconds, at most: a busy core leaves a niced worker a tenth; what took
 longer waited for a controller or a place."""

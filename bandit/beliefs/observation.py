@@ -98,7 +98,7 @@ class VersionStats(msgspec.Struct, frozen=True, kw_only=True):
     plain_s: float
     plain_tokens: int
     text_rounds: int = 0
-    """Those that a text drafter had, which say nothing about the version."""
+    """Others, which a text drafter had; they say nothing about the version."""
     text_s: float = 0.0
     text_tokens: float = 0.0
     time_per_token: RatioSums
@@ -160,7 +160,6 @@ def summed(rows: RoundStats, num_dropped: int = 0) -> FeedbackSums:
             request = cell.requests[request_id] = RequestSums(is_greedy=is_greedy)
         cell.num_draft_tokens += num_drafts
         cell.num_accepted_tokens += num_accepted
-        sums.num_rounds += 1
         sums.num_tokens += tokens
         request.seconds += seconds
         request.num_tokens += tokens
@@ -169,6 +168,7 @@ def summed(rows: RoundStats, num_dropped: int = 0) -> FeedbackSums:
         request.batch_sum += size
         if index <= 1 and request.first_ts is None:
             request.first_ts = ts
+        sums.num_rounds += not is_text
         if is_text:
             sums.text_rounds += 1
             sums.text_s += seconds
@@ -226,8 +226,8 @@ def fold(windows: dict[str, Window], feedback: FeedbackSums) -> None:
             cell.text_rounds += rounds.text_rounds
             cell.text_s += rounds.text_s
             cell.text_tokens += rounds.text_tokens
-            window.batch_rows += rounds.num_rounds
-            window.batch_sum += rounds.num_rounds * size
+            window.batch_rows += rounds.num_rounds + rounds.text_rounds
+            window.batch_sum += (rounds.num_rounds + rounds.text_rounds) * size
         requests = cell.requests
         for request_id, values in sums.requests.items():
             entry = requests.get(request_id)

@@ -83,10 +83,10 @@ class RoundCosts(msgspec.Struct):
                 sums.drafted_s += rounds.drafted_s
                 sums.drafted_rounds += rounds.drafted_rounds
                 sums.plain_s += rounds.plain_s
-                sums.plain_rounds += rounds.plain_rounds
+                sums.plain_rounds += rounds.num_rounds - rounds.drafted_rounds
                 if rounds.draft_ratio > 0:
                     sums.foretold_s += rounds.draft_ratio * rounds.plain_s
-                    sums.foretold_rounds += rounds.plain_rounds
+                    sums.foretold_rounds += rounds.num_rounds - rounds.drafted_rounds
                 if cell.group == Group.ADAPTIVE:
                     sums.tokens += rounds.num_tokens
                     sums.text_tokens += rounds.text_tokens

@@ -22,6 +22,7 @@ from paceline.bandit.controller.epoch import (
     part_bucket,
     rows_of,
     set_back,
+    settle_interference,
     text_began,
 )
 from paceline.bandit.controller.jobs import finish_job
@@ -257,6 +258,7 @@ class Controller:
             others=job.others,
         )
         state.last_job_id, state.last_job_started = decision.decision_id, now
+        settle_interference(state, state.interference.begin(decision.decision_id), now)
         state.memory.job_started(job.bucket)
         for bucket in (job.bucket, *job.others):
             state.rows_at_job[bucket] = context.rows_written.get(bucket, context.rows.get(bucket, 0))

@@ -42,7 +42,7 @@ class FeedbackCell(msgspec.Struct, frozen=True, kw_only=True):
     kept: Amount
     """Accepted and bonus tokens of rounds with a draft: kept / drafted_rounds = acceptance length."""
     text_rounds: Amount = 0.0
-    """Rounds that a text drafter beside the version had."""
+    """Others, which a text drafter beside the version had."""
     text_s: Amount = 0.0
     text_tokens: Amount = 0.0
 
@@ -53,7 +53,7 @@ class FeedbackCell(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def plain_rounds(self) -> float:
-        return max(self.num_rounds - self.drafted_rounds - self.text_rounds, 0.0)
+        return max(self.num_rounds - self.drafted_rounds, 0.0)
 
     @property
     def plain_s(self) -> float:

@@ -58,7 +58,6 @@ def close_epoch(state: ControllerState, now: float, context: HostContext, bank_i
         for name, meter in state.meters.items():
             meter.load = scale * state.latest[name].load(Group.ADAPTIVE) if name in state.latest else 0.0
     slowdown = state.interference.close()
-    settled = state.interference.settle() if slowdown is None else None
     undisturbed = 1.0 if slowdown is None else 1.0 - min(slowdown.share, 0.99)
     for name, seen in state.latest.items():
         state.table.observe(seen)
@@ -70,9 +69,7 @@ def close_epoch(state: ControllerState, now: float, context: HostContext, bank_i
         for version, length in by_version.items():
             state.table.fill_shadow(name, version, length)
     _book_interference(state, slowdown, start, now)
-    if settled is not None:
-        state.costs.observe_slowdown(settled.relative, settled.num_rounds)
-        _book_interference(state, settled, 0.0, now)
+    settle_interference(state, state.interference.settle(), now)
     state.rows_written = written
     state.epoch_start = now
     return alarms
@@ -183,11 +180,23 @@ def _book_interference(state: ControllerState, slowdown: Slowdown | None, start:
     if slowdown is None:
         return
     is_ours = state.job is not None or state.last_job_ended >= start
-    owner = state.last_job_id if is_ours else None
+    _book_lost(state, state.last_job_id if is_ours else None, f"e{state.epoch}", slowdown.seconds, now)
+
+
+def settle_interference(state: ControllerState, settled: tuple[int, Slowdown] | None, now: float) -> None:
+    """Learn from all of a job and book what its epochs missed of it."""
+    if settled is None:
+        return
+    owner, whole = settled
+    state.costs.observe_slowdown(whole.relative, whole.num_rounds)
+    _book_lost(state, owner, f"e{state.epoch}:after", whole.seconds, now)
+
+
+def _book_lost(state: ControllerState, owner: int | None, detail: str, seconds: float, now: float) -> None:
     decision = state.actions.get(owner) if owner is not None else None
-    if slowdown.seconds != 0:
+    if seconds != 0:
         bucket, arm = (decision.bucket, decision.arm) if decision is not None else ("", None)
-        state.book("interference", f"e{state.epoch}", slowdown.seconds, now, owner, bucket, None, arm)
+        state.book("interference", detail, seconds, now, owner, bucket, None, arm)
 
 
 def drifted_buckets(state: ControllerState) -> set[str]:

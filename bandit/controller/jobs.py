@@ -127,6 +127,7 @@ def finish_job(
     if job is None or job.decision_id != decision_id:
         raise ValueError(f"decision_id must be that of the job in flight, got {decision_id}")
     state.job, state.last_job_ended = None, now
+    state.interference.end()
     # a class that has ended since is another kind of text under its name now
     job = msgspec.structs.replace(job, others=[b for b in job.others if class_began(state, b) <= job.started])
     for kind, seconds in (("training", result.train_s), ("shadow", result.shadow_s)):

@@ -237,7 +237,7 @@ class ForcedWorld(World):
 
     def _measured(self, k: int, i: int, c: Any) -> CellSums | None:
         version = self.controller.names.get(c.version)
-        if version is None or c.num_rounds < 1 or c.num_requests <= 0:
+        if version is None or c.num_rounds + c.text_rounds < 1 or c.num_requests <= 0:
             return None
         units = int(min(max(c.num_requests, 1), MAX_UNITS))
         pool = c.num_requests / units

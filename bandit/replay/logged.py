@@ -4,6 +4,7 @@ Traffic, hold-back, round times and the first drafter's acceptance are those of 
 costs and how jobs slow rounds down. A job that the log holds (same bucket, parameters and base, rows within a quarter)
 goes as it went, and where it was accepted gives exactly the version that was trained then, scored by replay; any other
 job's gain comes from the gain model fitted on the log (bandit/replay/gain_fit.py), with its error as the spread of seeds.
+Rounds that a text drafter had are left out of the traffic: no policy changes them.
 """
 
 from __future__ import annotations

@@ -30,7 +30,15 @@ from paceline.bench.chaos.schedule import Journal, Outcome, Turn, fault_rng, sch
 from paceline.bench.common.result_file import ResultFile
 from paceline.bench.common.terminal import progress, say_file
 from paceline.bench.common.workloads import BUNDLED_BUCKETS, load_prompts
-from paceline.config import EngineConfig, IngressConfig, PolicyConfig, RolloutConfig, ServiceConfig, TraceConfig
+from paceline.config import (
+    EngineConfig,
+    IngressConfig,
+    PolicyConfig,
+    RolloutConfig,
+    ServiceConfig,
+    TraceConfig,
+    TrainerResources,
+)  # fmt: skip
 from paceline.errors import ConfigError, PacelineError
 from paceline.infra.service.stop_signals import StopSignals
 from paceline.infra.state.log import configure_logging, quiet_libraries
@@ -190,6 +198,8 @@ class ChaosOptions:
         return ServiceConfig(
             model=self.model, drafter=self.drafter, model_name=MODEL_NAME, dtype="float32", device="cpu", port=0,
             data_dir=str(data_dir), num_replicas=self.num_replicas, resume=self.is_resuming_answers,
+            # a polite trainer would get a tenth of a core beside the load, and no fault would find it at work
+            trainer_resources=TrainerResources(niceness=0),
             engine=EngineConfig(max_running=8, max_waiting=16, kv_bytes=KV_BYTES, num_threads=1),
             policy=PolicyConfig(epoch_s=2.0, min_rows=128, holdback_percent=20, job_time_limit_s=4.0),
             rollout=RolloutConfig(canary_percent=0),

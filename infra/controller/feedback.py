@@ -62,6 +62,11 @@ class Feedback:
             if "BUSYGROUP" not in str(e):
                 raise
 
+    @property
+    def is_catching_up(self) -> bool:
+        """Whether what an earlier controller had read and not committed is read first; more may wait behind it."""
+        return self._cursor is not None
+
     def restart(self) -> None:
         """Read own pending entries again (after a restart of the controller or of Redis)."""
         self._cursor = "0"

@@ -234,23 +234,23 @@ class Session:
         if now >= self._context_due:
             self._context_due = now + self.config.context_every_s
             self._refresh()
-        is_read_up = num_entries < READ_COUNT
+        is_read_up = num_entries < READ_COUNT and not self.feedback.is_catching_up
         self._behind_since = None if is_read_up else self._behind_since or now
-        for what, do in (
-            ("trials could not be judged", lambda: self.lives.judge_trials(now, is_read_up=is_read_up)),
-            ("the job could not be looked after", lambda: self.jobs.poll(now)),
-        ):
+        failure: Exception | None = None
+        for do in (lambda: self.lives.judge_trials(now, is_read_up=is_read_up), lambda: self.jobs.poll(now)):
             try:
                 do()
             except (RedisError, FencedError, OSError):
                 raise
             except Exception as e:  # what was read is committed all the same
-                self.books.errors.note(what, e)
+                failure = failure or e
         # what waited for a controller that was away is no load of the seconds in which it is read
         if self._behind_since is None or now - self._behind_since > MAX_BEHIND_S:
             self.orders.tick(now)
         self.books.take_drained()
         self.books.flush_due(now)
+        if failure is not None:
+            raise failure
         return num_entries
 
 

@@ -83,15 +83,14 @@ class Surroundings:
             if s.shard_id not in seen:
                 state.rows_written[s.bucket] = state.rows_written.get(s.bucket, 0) + s.num_rows
         self.rows = rows
-        if (
-            shards or not seen
-        ):  # a folder that is away for a moment lists nothing, too, and what is in it is not new then
+        if shards or not seen:  # a folder that is away for a moment lists nothing, too: what is in it then is not new
             state.seen_shards = [s.shard_id for s in shards]
             self._forget_names(rows)
         every = self.registry.list()
         self.versions = [m for m in every if self._target in ("", m.target_version)]
         self.learned_rows, self.shadow = learned_rows(self.versions), shadow_lengths(self.versions)
         self.foreign = {m.version for m in every} - {m.version for m in self.versions}
+        state.history = [v for v in state.history if v not in self.foreign]
 
     def _forget_names(self, rows: dict[str, int]) -> None:
         """Replicas name buckets that have no place here; without a row there is nothing left to learn of them."""
@@ -100,7 +99,6 @@ class Surroundings:
             if not name.startswith(CLASS_PREFIX):
                 del state.rows_written[name]
                 self._books.policy.forget_bucket(name)
-        state.history = [v for v in state.history if v not in self.foreign]
 
     def _note_swap(self, report: ReplicaReport) -> None:
         state = self._state

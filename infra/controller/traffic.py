@@ -202,7 +202,7 @@ def _is_free(bucket: str) -> bool:
 def _totals(cell: CellSums) -> GroupTotals:
     rounds, emitted, seconds = 0, 0.0, 0.0
     for sums in cell.sizes.values():
-        rounds += sums.num_rounds
+        rounds += sums.num_rounds + sums.text_rounds
         emitted += sums.num_tokens
         seconds += sums.drafted_s + sums.plain_s + sums.text_s
     return GroupTotals(

@@ -55,7 +55,7 @@ def make_batch(
     sums = summed(rows)
     if draft_ratio is not None:
         for size, part in chain.from_iterable(cell.sizes.items() for cell in sums.cells if cell.version):
-            if part.plain_rounds > 0:
+            if part.num_rounds > part.drafted_rounds:
                 part.draft_ratio = draft_ratio(size)
     tenants = {} if tenant_of is None else {cell.bucket: tenant_of(cell.bucket) for cell in sums.cells}
     return FeedbackBatch(

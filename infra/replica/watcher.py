@@ -31,13 +31,13 @@ _NUM_PAUSES = 64
 _LOST_S = 0.2
 """Behind a lost subscription."""
 _MOST_AWAY_S = 60.0
+"""Longest wait before an engine that did not answer is asked again."""
 _AWAY = (EngineAwayError, EngineStoppedError, OSError)
+"""No fault of a version: an engine that does not answer or has ended, storage that fails."""
 _PASSING = (RuntimeError, MemoryError)
 """What a device without memory raises: a version is refused for it the second time."""
 _FIRST_RETRY_S, _MOST_RETRY_S = 5.0, 600.0
 """Waits before a version of a class that could not be loaded is tried again: its blob may be back, or memory."""
-"""No fault of a version: an engine that does not answer or has ended, storage that fails."""
-"""Longest wait before an engine that did not answer is asked again."""
 
 
 class Drafters(Protocol):

@@ -15,6 +15,9 @@ logger = logging.getLogger(__name__)
 _MAX_SKEW_S = 60.0
 """A computer whose clock is further off is worth a warning."""
 _LOOK_S = 60.0
+_BACK_S = 0.6
+"""It goes back by no more at a look: whoever waits for a time would stand still as long."""
+_AGAIN_S = 5.0
 _MAX_STEP_S = 120.0
 """What is followed: a virtual machine that stood still meanwhile, or clocks that go apart. A larger step is Redis' own: somebody
 set its host's clock, and everybody's traces would look so much older."""
@@ -62,7 +65,7 @@ class RedisClock:
         assert self._offset_s is not None
         step_s = offset_s - self._offset_s
         if abs(step_s) <= _MAX_STEP_S:
-            self._offset_s = offset_s
+            self._offset_s += max(step_s, -_BACK_S)
         elif not self._is_told:
             self._is_told = True
             logger.warning(
@@ -75,7 +78,9 @@ class RedisClock:
         try:
             self.look(client)
         except (RedisError, OSError) as e:
-            logger.warning("Redis' time cannot be read yet, the system's is used: %s", e)
+            self._due = steady() + _AGAIN_S
+            told = "the system's is used" if self._offset_s is None else "it is carried on"
+            logger.warning("Redis' time cannot be read, %s: %s", told, e)
 
 
 def deployment_time(redis_url: str | None) -> float:

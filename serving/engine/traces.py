@@ -41,8 +41,8 @@ class TraceSink(Protocol):
 
 _MIN_ELEMENTS, _MAX_ELEMENTS = 1 << 16, 1 << 25
 """Logits ranked in one go: fewer are kept for later rounds, more go in parts (128 MiB)."""
-TRACES = 8
-"""Longest traces that the store must hold: a learner compares requests, and takes no more than its rows of one."""
+TRACES = 4
+"""Longest traces that the store must hold: one that took more would push out what it is to be compared with."""
 _MAX_PARTS = 256
 """Parts of a trace that are joined: their rounds' other rows are then free."""
 

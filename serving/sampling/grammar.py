@@ -6,7 +6,6 @@ expression derivatives, which gives the mask of a state in some tens of microsec
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
@@ -34,8 +33,21 @@ if TYPE_CHECKING:  # loaded with the first grammar
 MAX_PATTERN_BYTES = 4_096
 """Longest `pattern` inside a JSON schema, or `whitespace_pattern` of its `x-guidance`."""
 MAX_MULTIPLE = 100_000
-"""Largest least common multiple of the `multipleOf` of a schema, in units of their last digit: the compiler makes a state for each
-remainder, 23 MB for 100,000, and knows no end."""
+"""Largest `multipleOf`, in units of its last digit, and least common multiple of all where a schema combines its parts: the compiler
+makes a state for each remainder, 23 MB for 100,000, and knows no end."""
+_COMBINING = {"allOf", "anyOf", "oneOf", "$ref"}
+_NOT_COMBINED = {
+    "title",
+    "description",
+    "default",
+    "examples",
+    "$comment",
+    "$defs",
+    "definitions",
+    "$schema",
+    "$id",
+    "deprecated",
+}
 _JSON_OPTIONS: Any = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 # Between two parts of a JSON answer: a model that would go on with blanks for ever has to go on with the answer.
 _JSON_RULE = re.compile(r"%json\s*")
@@ -220,9 +232,11 @@ def check_schema(spec: GrammarSpec) -> None:
     """Raise RequestError where a JSON schema, also one inside a Lark grammar, has what `check_patterns` refuses."""
     if spec.kind != "json_schema":
         for found in _JSON_RULE.finditer(spec.text):
-            with contextlib.suppress(ValueError, RecursionError):  # the compiler says it better
+            try:
                 schema, _ = json.JSONDecoder().raw_decode(spec.text, found.end())
-                check_patterns(schema)
+            except (ValueError, RecursionError):  # the compiler says it better
+                continue
+            check_patterns(schema)
         return
     try:
         schema = json.loads(spec.text)
@@ -236,7 +250,8 @@ def check_schema(spec: GrammarSpec) -> None:
 def check_patterns(schema: Any) -> None:
     """Raise RequestError when a pattern in a JSON schema is too long, or its numbers have too many remainders."""
     stack: list[Any] = [schema]
-    multiple: tuple[int, int] | None = None
+    multiples: set[Decimal] = set()
+    is_combined = False
     while stack:
         node = stack.pop()
         if isinstance(node, list):
@@ -251,26 +266,22 @@ def check_patterns(schema: Any) -> None:
             longest = max((len(p.encode(errors="surrogatepass")) for p in patterns if isinstance(p, str)), default=0)
             if longest > MAX_PATTERN_BYTES:
                 raise RequestError(f"a pattern must have at most {MAX_PATTERN_BYTES} bytes, got {longest}")
-            multiple = _common(multiple, node.get("multipleOf"))
-            if multiple is not None and multiple[0] > MAX_MULTIPLE:
-                raise RequestError(
-                    f"the multipleOf of a schema must have a least common multiple of at most {MAX_MULTIPLE}, counted in units of "
-                    "their last digit"
-                )
+            value = node.get("multipleOf")
+            if isinstance(value, int | float) and 0 < value < math.inf:  # the compiler refuses others
+                multiples.add(Decimal(str(+value)).normalize())
+            keys = node.keys() - _NOT_COMBINED
+            is_combined |= "allOf" in keys or (bool(keys & _COMBINING) and len(keys) > 1)
             stack += node.values()
+    _check_multiples(multiples, is_combined=is_combined)
 
 
-def _common(multiple: tuple[int, int] | None, value: Any) -> tuple[int, int] | None:
-    """(least common multiple, its digits behind the point), with another value among them; None = there was none."""
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        return multiple  # the compiler refuses it, or there is none
-    _, digits, exponent = Decimal(str(value)).as_tuple()
-    assert isinstance(exponent, int)
-    places, own = max(-exponent, 0), int("".join(map(str, digits))) * 10 ** max(exponent, 0)
-    if multiple is None:
-        return own, places
-    most = max(places, multiple[1])
-    return math.lcm(multiple[0] * 10 ** (most - multiple[1]), own * 10 ** (most - places)), most
+def _check_multiples(multiples: Collection[Decimal], *, is_combined: bool) -> None:
+    """Raise RequestError when a number must be a multiple of something that has too many remainders."""
+    for group in [list(multiples)] if is_combined else [[m] for m in multiples]:
+        places = max([0, *(-int(m.as_tuple().exponent) for m in group)])
+        if math.lcm(*(int(m.scaleb(places)) for m in group)) > MAX_MULTIPLE:
+            together = ", and so together where a schema combines its parts" if is_combined else ""
+            raise RequestError(f"a multipleOf must have at most {MAX_MULTIPLE} units of its last digit{together}")
 
 
 def json_schema_with_blanks(schema: dict[str, Any]) -> str:

@@ -79,7 +79,9 @@ def test_replicas_serve_on_without_a_head_and_the_next_one_looks_after_them_agai
         _get_global_client().deploy_apps(
             ServeDeploySchema.model_validate({"applications": [application]}), _blocking=False
         )
-        wait_for(lambda: serve.status().applications[NAME].status == "RUNNING", "the service", RESTART_S)
+        wait_for(
+            lambda: _get_global_client().get_serve_status(NAME).app_status.status == "RUNNING", "the service", RESTART_S
+        )
         replicas_of(url)
         ray.shutdown()  # a driver ends with the raylet that it is at
         with Load(url, ask_one, width=WIDTH, pause_s=0.3) as load:

@@ -186,8 +186,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         made.deploy()
 
         def is_running() -> bool:
-            app = serve.status().applications.get(NAME)
-            return app is not None and app.status == "RUNNING"
+            return _get_global_client().get_serve_status(NAME).app_status.status == "RUNNING"
 
         wait_for(is_running, "the service", RESTART_S)
         fresh_state(made.url)
@@ -258,8 +257,9 @@ def test_a_release_rolls_out_and_back_without_a_failed_request(site: Site, tmp_p
         return ray.get(handle.release.remote(), timeout=60), ray.get(handle.pid.remote(), timeout=60)
 
     def runs(version: str, before: str) -> bool:
-        found = {HTTP.get(f"{site.url}/version").json()["version"] for _ in range(12)}
-        return found == {version} and controller()[0] != before
+        if controller()[0] == before:
+            return False
+        return {HTTP.get(f"{site.url}/version").json()["version"] for _ in range(12)} == {version}
 
     pinned = site.publish(8)
     num_before, before = site.num_folded(), site.entries()
@@ -270,7 +270,7 @@ def test_a_release_rolls_out_and_back_without_a_failed_request(site: Site, tmp_p
             digest, pid = controller()
             num_answers = len(load.answers)
             site.deploy(runtime_env={"env_vars": env})
-            wait_for(away_is_false(lambda: runs(version, digest)), f"release {version}", RESTART_S)  # noqa: B023
+            wait_for(away_is_false(lambda: runs(version, digest)), f"release {version}", RESTART_S, every_s=0.5)  # noqa: B023
             wait_for(lambda: not psutil.pid_exists(pid), "the end of the older controller")  # noqa: B023
             assert len(load.answers) > num_answers
             digests.append(controller()[0])

@@ -17,7 +17,7 @@ from paceline.adapt.versions.registry import DrafterRegistry
 from paceline.bench.chaos.load import Load, wait_for
 from paceline.config import AutoscalingConfig, EngineConfig
 from paceline.errors import ConfigError
-from paceline.infra.app import Service, run_service, stop_service
+from paceline.infra.app import Service, lean_nodes, run_service, stop_service
 from paceline.infra.controller.actor import get_controller
 from paceline.infra.service.claim import check_claim
 from paceline.infra.service.deployment import replica_values
@@ -100,7 +100,7 @@ def test_replicas_come_with_requests_and_drain_without_a_failed_one(tmp_path: Pa
             wait_for(is_second, "a second replica", RESTART_S, every_s=0.02)
             assert [r["class_versions"] for r in wait_for(both, "reports of both replicas")] == [wanted, wanted]
         with Load(url, ask_one, width=1, pause_s=0.2) as quiet:
-            wait_for(lambda: "STOPPING" in replica_states("paceline"), "a replica that drains", RESTART_S, every_s=0.02)
+            wait_for(lambda: "STOPPING" in replica_states("paceline"), "a replica that drains", RESTART_S, every_s=0.2)
             post("pin", version=later)
             wait_for(lambda: replica_states("paceline") == {"RUNNING": 1}, "its end", RESTART_S)
 
@@ -152,7 +152,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     assert not ray.is_initialized()
     monkeypatch.setenv(PROXY_VARIABLE, PROXY_CALLBACK)
     monkeypatch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+    with lean_nodes():
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     try:
         yield made.address
     finally:

@@ -130,7 +130,7 @@ def replicas_of(url: str) -> dict[str, dict[str, Any]]:
             seen[replica["replica_id"]] = replica
         return len(seen) == NUM_REPLICAS
 
-    wait_for(look, "an answer of every replica", RESTART_S, every_s=0.01)
+    wait_for(look, "an answer of every replica", RESTART_S)
     return seen
 
 

@@ -202,8 +202,8 @@ def test_a_new_learner_knows_what_the_version_that_it_begins_at_has_read(begun, 
 
 def test_a_class_that_got_the_name_of_another_goes_on_with_none_of_its_learning(place, learners):
     job = changed(place[2], min_gain=0.2)
-    first = run(place, job, should_stop=stop_at(110), learners=learners)
-    other = run(place, changed(job, job_id="j2", text_began=1e9), should_stop=stop_at(110), learners=learners)
+    first = run(place, job, should_stop=stop_at(30), learners=learners)
+    other = run(place, changed(job, job_id="j2", text_began=1e9), should_stop=stop_at(30), learners=learners)
     assert first.status == other.status == "learning" and other.num_rows == first.num_rows > 0
     assert (first.num_rows_before, other.num_rows_before) == (0, 0)
     again = run(place, changed(job, job_id="j3", text_began=1e9), should_stop=stop_at(110), learners=learners)
@@ -227,7 +227,7 @@ def test_a_burst_whose_time_is_up_before_it_scores_tells_what_it_learned(place, 
     assert first.status == "learning" and 0 < first.num_requests < AVERAGED_STEPS and first.candidate is None
     record = learners.load(key_of(place[2]))[1]
     assert record["num_rows"] == first.num_rows == 40 * first.num_requests
-    second = run(place, changed(place[2], job_id="j2"), learners=learners)
+    second = run(place, changed(place[2], job_id="j2"), should_stop=stop_at(30), learners=learners)
     assert second.num_rows_before == first.num_rows
 
 
@@ -251,7 +251,7 @@ def test_a_burst_that_is_killed_loses_no_more_than_it_had_not_saved(place, learn
     record = learners.load(key_of(job))[1]
     assert record["evidence"]["test"]["num_requests"] == 24 - AVERAGED_STEPS and record["num_rows"] == 24 * 40
     monkeypatch.undo()
-    again = run(place, job, learners=learners)
+    again = run(place, job, should_stop=stop_at(300), learners=learners)
     assert again.num_rows_before == 24 * 40 and again.num_rows > 0
 
 
