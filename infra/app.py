@@ -368,9 +368,6 @@ def start_ray(config: ServiceConfig) -> bool:
     # would be a quarter of what an idle service computes
     os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")
     os.environ.setdefault("RAY_SERVE_METRICS_EXPORT_INTERVAL_MS", "10000")
-    os.environ.setdefault(
-        "REPORTER_UPDATE_INTERVAL_MS", "60000"
-    )  # a look at every process, for a dashboard that is not there
     settings: dict[str, Any] = {
         "address": "local",
         "_node_ip_address": "127.0.0.1",

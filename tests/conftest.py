@@ -29,7 +29,6 @@ os.environ.setdefault("RAY_worker_niceness", "0")  # at 15 they would wait for e
 # clusters that tests start themselves look as often as the product's own, whose reasons stand in infra/app.py
 os.environ.setdefault("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.5")
 os.environ.setdefault("RAY_SERVE_METRICS_EXPORT_INTERVAL_MS", "10000")
-os.environ.setdefault("REPORTER_UPDATE_INTERVAL_MS", "60000")
 os.environ.setdefault("RAY_AUTH_MODE", "token")
 if "RAY_AUTH_TOKEN_PATH" not in os.environ:  # else Ray would write ~/.ray/auth_token
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
