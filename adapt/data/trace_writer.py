@@ -6,6 +6,7 @@ is no more than the queue holds; what does not fit is dropped and counted. Nothi
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import queue
@@ -78,18 +79,15 @@ class TraceWriter:
 
     def record_trace(self, trace: RequestTrace) -> None:
         """Append a trace that was wanted; drops and counts when the queue is full or the writer is closed. Never blocks."""
-        size = num_bytes(trace)
+        size, is_kept = num_bytes(trace), False
+        # one that is longer than all that may wait does so alone
+        if not self._is_closed and self._num_waiting_bytes + size <= max(self._max_waiting_bytes, size):
+            with contextlib.suppress(queue.Full):
+                self._queue.put_nowait(trace)
+                is_kept = True
         with self._lock:
-            before = self._num_waiting_bytes
-            is_wanted = not self._is_closed and (before == 0 or before + size <= self._max_waiting_bytes)
-            self._num_waiting_bytes += size if is_wanted else 0
-        try:
-            if not is_wanted:
-                raise queue.Full
-            self._queue.put_nowait(trace)
-        except queue.Full:
-            self._count("traces_dropped", 1)
-            self._count_off([trace] if is_wanted else [])
+            self._num_waiting_bytes += size if is_kept else 0
+            self._counts["traces_dropped"] += not is_kept
 
     def counters(self) -> dict[str, int]:
         """Traces written and dropped, shards written and failed, traces waiting in the queue."""

@@ -120,8 +120,9 @@ def device_clock(
 ) -> Callable[[], float]:
     """Seconds that this process takes of its device, by its threads' time: a polite process is not charged for its waiting.
 
-    A CPU is taken by so many threads, for its first order from the process's beginning. A GPU is driven by one, which spins while it waits for the GPU (CUDA's
-    cudaDeviceScheduleAuto), from the first look behind the GPU's opening: not by imports, nor by waiting for stores.
+    A CPU is taken by so many threads, for its first order from the process's beginning. A GPU is driven by one, which spins
+    while it waits for the GPU (CUDA's cudaDeviceScheduleAuto), from the first look behind the GPU's opening: not by imports,
+    nor by waiting for stores.
     """
     if device == "cpu":
         before = spent() if _taken.get("orders") else 0.0

@@ -84,8 +84,8 @@ def real_truth(result: TrainResult, versions: Mapping[str, str]) -> TrainTruth:
         names[score.version] = REFUSED
     return TrainTruth(
         status=result.status, version=None if made is None else names.get(made, made), train_s=result.train_s,
-        shadow_s=result.shadow_s, start_s=result.start_s, reason=result.reason, num_rows=result.num_rows, num_requests=result.num_requests,
-        log_evidence=result.log_evidence, num_rows_before=result.num_rows_before,
+        shadow_s=result.shadow_s, start_s=result.start_s, reason=result.reason, num_rows=result.num_rows,
+        num_requests=result.num_requests, log_evidence=result.log_evidence, num_rows_before=result.num_rows_before,
         seen_gain=None if score is None else score.gain_mean,
         seen_lower=0.0 if score is None else score.gain_lower,
         num_scored=0 if score is None else score.num_requests,

@@ -38,7 +38,7 @@ from paceline.config import (
     ServiceConfig,
     TraceConfig,
     TrainerResources,
-)  # fmt: skip
+)
 from paceline.errors import ConfigError, PacelineError
 from paceline.infra.service.stop_signals import StopSignals
 from paceline.infra.state.log import configure_logging, quiet_libraries

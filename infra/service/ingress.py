@@ -170,7 +170,8 @@ class ResumeIngress:
 
     async def _ask(self) -> EngineFacts | None:
         try:
-            facts = decode_facts(await asyncio.wait_for(self._engines.facts.remote(), PROBE_TIMEOUT_S))
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                facts = decode_facts(await self._engines.facts.remote())
         # Ray raises many kinds while replicas start, die and are replaced, and this where Serve cancelled the call
         except (Exception, asyncio.CancelledError) as e:
             task = asyncio.current_task()

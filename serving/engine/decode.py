@@ -722,11 +722,6 @@ class DecodeRunner:
         draft_ms, num_drafted = [0.0] * num_requests, sum(draft.is_drafted)
         if num_drafted:
             draft_ms = [model_s * 1e3 / num_drafted if is_drafted else 0.0 for is_drafted in draft.is_drafted]
-        text = self._policy.text
-        has_turn = [
-            text is not None and is_drafted and key is not None and key[0] == text.caps.name
-            for key, is_drafted in zip(draft.keys, draft.is_drafted, strict=True)
-        ]
         share = 1e3 / num_requests
         verify_ms = verify_s * share
         emit_start = self._timer()
@@ -754,6 +749,12 @@ class DecodeRunner:
             num_catch_up_rows=self._num_catch_up_rows, catching_up=self._catching_up,
         )  # fmt: skip
         if self._output.feedback is not None:
+            text, is_from_text = self._policy.text, [False] * num_requests
+            if text is not None:
+                is_from_text = [
+                    is_drafted and key is not None and key[0] == text.caps.name
+                    for key, is_drafted in zip(draft.keys, draft.is_drafted, strict=True)
+                ]
             share_ms, ts, is_training = round_s * share, self._output.clock.now(), self._output.is_training
             self._output.record_rounds(
                 RoundStats(
@@ -772,7 +773,7 @@ class DecodeRunner:
                     share_ms=[share_ms] * num_requests,
                     is_training=[is_training] * num_requests,
                     ts=[ts] * num_requests,
-                    is_from_text=has_turn,
+                    is_from_text=is_from_text,
                 )
             )
         end_ms = (self._timer() - emit_start) * share

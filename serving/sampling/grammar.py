@@ -229,14 +229,14 @@ class GrammarFactory:
 
 
 def check_schema(spec: GrammarSpec) -> None:
-    """Raise RequestError where a JSON schema, also one inside a Lark grammar, has what `check_patterns` refuses."""
+    """Raise RequestError where a JSON schema, also one inside a Lark grammar, has what `check_bounds` refuses."""
     if spec.kind != "json_schema":
         for found in _JSON_RULE.finditer(spec.text):
             try:
                 schema, _ = json.JSONDecoder().raw_decode(spec.text, found.end())
             except (ValueError, RecursionError):  # the compiler says it better
                 continue
-            check_patterns(schema)
+            check_bounds(schema)
         return
     try:
         schema = json.loads(spec.text)
@@ -244,10 +244,10 @@ def check_schema(spec: GrammarSpec) -> None:
         raise RequestError(f"the JSON schema must be JSON: {e}") from e
     if not isinstance(schema, dict):
         raise RequestError(f"the JSON schema must be an object, got {type(schema).__name__}")
-    check_patterns(schema)
+    check_bounds(schema)
 
 
-def check_patterns(schema: Any) -> None:
+def check_bounds(schema: Any) -> None:
     """Raise RequestError when a pattern in a JSON schema is too long, or its numbers have too many remainders."""
     stack: list[Any] = [schema]
     multiples: set[Decimal] = set()
@@ -268,7 +268,7 @@ def check_patterns(schema: Any) -> None:
                 raise RequestError(f"a pattern must have at most {MAX_PATTERN_BYTES} bytes, got {longest}")
             value = node.get("multipleOf")
             if isinstance(value, int | float) and 0 < value < math.inf:  # the compiler refuses others
-                multiples.add(Decimal(str(+value)).normalize())
+                multiples.add(Decimal(str(+value)).normalize())  # +: true is 1
             keys = node.keys() - _NOT_COMBINED
             is_combined |= "allOf" in keys or (bool(keys & _COMBINING) and len(keys) > 1)
             stack += node.values()

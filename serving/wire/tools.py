@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.serving.sampling.grammar import check_patterns, json_schema_with_blanks
+from paceline.serving.sampling.grammar import check_bounds, json_schema_with_blanks
 from paceline.serving.sampling.request import GrammarSpec
 from paceline.serving.wire.calls import (
     CODER,
@@ -137,7 +137,7 @@ def _grammar(
     rules = [f"calls: {calls}"]
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(schemas))))
     for i, (name, schema) in enumerate(schemas.items()):
-        check_patterns(schema)
+        check_bounds(schema)
         if form.shape == "tagged":
             parts = _tagged(name, schema, tagged)
         else:
@@ -157,7 +157,7 @@ def _grammar(
             own = None
         if not isinstance(own, dict):
             raise FieldError("response_format must have a JSON schema that is an object", "response_format")
-        check_patterns(own)
+        check_bounds(own)
         rules.append(f"answer: %json {json_schema_with_blanks(own)}")
     start = "start: calls | answer" if answer is not None else "start: calls"
     return "\n".join([start, *rules])
