@@ -36,7 +36,7 @@ class AnyPython(bdist_wheel):
 def needs() -> list[str]:
     """What the build needs beside setuptools: a compiler from a wheel where the system has none."""
     try:
-        native.find_compiler()
+        native.find_compilers()
     except native.BuildError:
         return ["ziglang"]
     return []

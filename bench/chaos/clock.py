@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from paceline.errors import PacelineError
-from paceline.kernels.cpu.build import BuildError, find_compiler
+from paceline.kernels.cpu.build import BuildError, find_compilers
 
 SOURCE = Path(__file__).with_name("clock.cpp")
 VARIABLE = "PACELINE_CHAOS_CLOCK"
@@ -31,7 +31,7 @@ def why_no_clock() -> str | None:
     if not sys.platform.startswith("linux"):
         return f"needs Linux, this is {sys.platform}"
     try:
-        find_compiler()
+        find_compilers()
     except BuildError as e:
         return str(e)
     return None
@@ -44,7 +44,7 @@ class SteppedClock:
         """Compile the library into the folder, which must outlive the processes. Raises: PacelineError."""
         folder.mkdir(parents=True, exist_ok=True)
         self._library, self._file = folder / "clock.so", folder / "clock.shift"
-        command = [*find_compiler(), *_FLAGS, str(SOURCE), "-o", str(self._library)]
+        command = [*find_compilers()[0], *_FLAGS, str(SOURCE), "-o", str(self._library)]
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         if result.returncode != 0:
             raise PacelineError(f"{SOURCE.name} could not be compiled: {result.stderr[-500:]}")

@@ -7,6 +7,7 @@ The library has a plain C interface: it depends on neither Python nor torch, so 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import ctypes
 import hashlib
 import importlib.util
@@ -48,16 +49,16 @@ class BuildError(RuntimeError):
     """The library could not be built."""
 
 
-def find_compiler() -> list[str]:
-    """The command of a C++ compiler: CXX, the system's, or that of the wheel `ziglang`. Raises: BuildError."""
+def find_compilers() -> list[list[str]]:
+    """The commands of C++ compilers, best first: CXX alone, or the system's and that of the wheel `ziglang`. Raises: BuildError."""
     if os.environ.get("CXX"):
-        return os.environ["CXX"].split()
-    for name in ("c++", "g++", "clang++"):
-        if shutil.which(name):
-            return [name]
+        return [os.environ["CXX"].split()]
+    found = [[name] for name in ("c++", "g++", "clang++") if shutil.which(name)][:1]
     if importlib.util.find_spec("ziglang") is not None:
-        return [sys.executable, "-m", "ziglang", "c++"]
-    raise BuildError("no C++ compiler was found: install g++ or clang, or `pip install ziglang`")
+        found.append([sys.executable, "-m", "ziglang", "c++"])
+    if not found:
+        raise BuildError("no C++ compiler was found: install g++ or clang, or `pip install ziglang`")
+    return found
 
 
 def source_version() -> int:
@@ -88,51 +89,101 @@ def provide(folder: Path) -> Path:
     except ImportError:  # Windows: `build` says that there is none for it
         return build(folder)
     with open(__file__, encoding="utf-8") as own:
-        fcntl.flock(own, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # NFS locks no file that is open for reading only: two may compile then
+            fcntl.flock(own, fcntl.LOCK_EX)
         there = HERE / NAME
         return _put(there, folder) if built_version(there) == source_version() else build(folder)
 
 
 def _put(library: Path, folder: Path) -> Path:
-    """Copy a library to a folder. Renamed into place: a process that has the old one mapped keeps it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Copy a library to a folder. Renamed into place: a process that has the old one mapped keeps it. Raises: BuildError."""
     temporary = folder / f".{NAME}.{os.getpid()}"
-    shutil.copyfile(library, temporary)
-    os.replace(temporary, folder / NAME)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(library, temporary)
+        os.replace(temporary, folder / NAME)
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise BuildError(f"the library cannot be written to {folder}: {e}") from e
     return folder / NAME
 
 
 def build(folder: Path = HERE) -> Path:
-    """Compile into `folder`; returns the library. Raises: BuildError with what the compiler said."""
+    """Compile into `folder`, by the first compiler that knows all instruction sets, or else the one that knows most.
+
+    Returns the library. Raises: BuildError with what the compilers said.
+    """
     variants = VARIANTS.get(platform.machine().lower().replace("amd64", "x86_64"))
     if variants is None or sys.platform not in ("linux", "darwin"):
         raise BuildError(f"there is no native round for {platform.machine()} on {sys.platform}")
-    compiler = find_compiler()
     with tempfile.TemporaryDirectory() as room:
-        jobs: dict[Path, tuple[str, tuple[str, ...]]] = {
-            Path(room, f"{n}.o"): (f"{n}.cpp", (f"-DSOURCE_VERSION={source_version()}", "-ffp-contract=off"))
-            for n in ("isa", "suffix", "threads", "trees")
+        refused: dict[Path, dict[str, str]] = {}
+        said = []
+        for number, compiler in enumerate(find_compilers()):
+            try:
+                library, without = _compile(compiler, variants, Path(room, str(number)))
+            except BuildError as e:
+                said.append(str(e))
+                continue
+            refused[library] = without
+            if not without:
+                break
+        if not refused:
+            raise BuildError("\n".join(said))
+        best = min(refused, key=lambda library: len(refused[library]))
+        for isa, why in refused[best].items():
+            print(f"the library is built without {isa}, which this compiler refuses: {why}", file=sys.stderr)
+        return _put(best, folder)
+
+
+def _compile(compiler: list[str], variants: dict[str, tuple[str, ...]], room: Path) -> tuple[Path, dict[str, str]]:
+    """The library, and the instruction sets that it lacks with what the compiler said; at least one is there. Raises: BuildError."""
+    room.mkdir()
+    version = f"-DSOURCE_VERSION={source_version()}"
+    jobs: dict[str, tuple[str, ...]] = {
+        name: (f"{name}.cpp", version, "-ffp-contract=off") for name in ("isa", "suffix", "threads", "trees")
+    }
+    jobs |= {isa: ("round.cpp", *flags, f"-DISA={isa}") for isa, flags in variants.items()}
+    refused: dict[str, BuildError] = {}
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        done = {
+            name: pool.submit(
+                _run, [*compiler, *FLAGS, *flags, "-c", str(HERE / source), "-o", str(room / f"{name}.o")]
+            )
+            for name, (source, *flags) in jobs.items()
         }
-        jobs |= {
-            Path(room, f"round_{isa}.o"): ("round.cpp", (*flags, f"-DISA={isa}")) for isa, flags in variants.items()
-        }
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            done = [
-                pool.submit(_run, [*compiler, *FLAGS, *flags, "-c", str(HERE / source), "-o", str(out)])
-                for out, (source, flags) in jobs.items()
-            ]
-            for job in done:
+        for name, job in done.items():
+            try:
                 job.result()
-        static = (
-            ["-static-libstdc++", "-static-libgcc"] if "ziglang" not in compiler and sys.platform == "linux" else []
-        )
-        library = Path(room, NAME)
-        _run([*compiler, "-shared", *static, *map(str, jobs), "-o", str(library), "-lpthread"])
-        return _put(library, folder)
+            except BuildError as e:
+                refused[name] = e
+    if refused and (refused.keys() - variants or not variants.keys() - refused):
+        raise next(iter(refused.values()))
+    link = [
+        *compiler,
+        "-shared",
+        *(str(room / f"{n}.o") for n in jobs if n not in refused),
+        "-o",
+        str(room / NAME),
+        "-lpthread",
+    ]
+    try:  # a wheel's library is for any machine
+        _run([*link, *(["-static-libstdc++", "-static-libgcc"] if _is_systems(compiler) else [])])
+    except BuildError:  # Fedora and its kin have the static ones in a package of their own
+        _run(link)
+    return room / NAME, {isa: str(e) for isa, e in refused.items()}
+
+
+def _is_systems(compiler: list[str]) -> bool:
+    return "ziglang" not in compiler and sys.platform == "linux"
 
 
 def _run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
+    try:
+        result = subprocess.run(command, capture_output=True, text=True)
+    except OSError as e:
+        raise BuildError(f"{command[0]} cannot be run: {e}") from e
     if result.returncode != 0:
         raise BuildError(f"{' '.join(command[:3])} ... failed:\n{result.stderr[-2000:]}")
 

@@ -543,7 +543,11 @@ struct Keys {  // of one request: pool rows of its context, then of its own pack
 };
 
 #if defined(__AVX512F__)
+#if defined(__clang__) || __GNUC__ >= 12
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, IntPiece{__VA_ARGS__})
+#endif
 inline void transpose(Floats* rows) {
   Piece* t = (Piece*)rows;
   for (int i = 0; i < 16; i += 2) {
@@ -751,7 +755,8 @@ void attend(const float* query, int64_t query_stride, const X* pool, int64_t hea
       store(sums + q * dim + i, Floats{});
     }
   }
-  const int64_t num_before = keys.ancestors ? 0 : first < keys.num_own ? first : keys.num_own;  // own keys that all rows see
+  const int64_t num_own = keys.ancestors || keys.num_own < last ? keys.num_own : last;  // those that any of the rows sees
+  const int64_t num_before = keys.ancestors ? 0 : first < num_own ? first : num_own;    // those that all rows see
   const int64_t shared = keys.num_context + num_before, whole = shared / KEY_BLOCK * KEY_BLOCK, rest = shared - whole;
   const auto row_of = [&](int64_t key) {
     return pool + head0 * dim + (key < keys.num_context ? keys.context[key] : keys.own[key - keys.num_context]) * row_size;
@@ -787,8 +792,8 @@ void attend(const float* query, int64_t query_stride, const X* pool, int64_t hea
     }
     for (int64_t r = 0; r < num; ++r) seen[r] = rest;
     const X* own[LANES];
-    for (int64_t c = num_before; c < keys.num_own; c += LANES) {
-      const int64_t size = keys.num_own - c < LANES ? keys.num_own - c : LANES;
+    for (int64_t c = num_before; c < num_own; c += LANES) {
+      const int64_t size = num_own - c < LANES ? num_own - c : LANES;
       for (int64_t i = 0; i < LANES; ++i) own[i] = row_of(keys.num_context + c + (i < size ? i : 0));
       pack_keys<X, PARTS>(own, shift, panel);
       score(h, own_scores, LANES);
@@ -819,7 +824,7 @@ void attend(const float* query, int64_t query_stride, const X* pool, int64_t hea
           for (int64_t g = q; g < q + groups; ++g)
             take_scores<PARTS>(scores + g * score_stride + at, padded_block(seen[r] - at), softmax_of(query0 + g));
       };
-      for (int64_t c = num_before; c < keys.num_own; ++c) {
+      for (int64_t c = num_before; c < num_own; ++c) {
         if (!keys.is_seen(first + r, c)) continue;
         own[held++] = row_of(keys.num_context + c);
         if (held == LANES || (at + held) % KEY_BLOCK == 0) add();

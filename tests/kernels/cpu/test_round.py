@@ -1,7 +1,9 @@
 """Claims of kernels/cpu: the native forward equals the modules' one, and its rows depend on nothing but their own context."""
 
+import errno
 import itertools
 import os
+import re
 import shutil
 import time
 
@@ -279,9 +281,58 @@ def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch, tmp_p
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(build.BuildError, match="pip install ziglang"):
         build.build(tmp_path)
-    monkeypatch.setenv("CXX", "/bin/false")
-    with pytest.raises(build.BuildError, match="failed"):
-        build.build(tmp_path)
+    for command, match in (("/bin/false", "failed"), (str(tmp_path / "g++-0"), "cannot be run")):
+        monkeypatch.setenv("CXX", command)
+        with pytest.raises(build.BuildError, match=match):
+            build.build(tmp_path)
+
+
+def _compiler(path, *refused):
+    """A compiler that refuses some flags and else writes an empty file."""
+    path.write_text(
+        "#!/bin/sh\nfor word; do\n"
+        + f'case $word in {"|".join(refused)}) echo "$word is unknown" >&2; exit 1;; esac\n'
+        + '[ "$before" = -o ] && : > "$word"\nbefore=$word\ndone\n'
+    )
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.skipif(build.platform.machine() != "x86_64", reason="needs a machine with several instruction sets")
+def test_an_older_compiler_leaves_out_the_instruction_sets_that_it_does_not_know(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("CXX", str(_compiler(tmp_path / "old", "-mamx-tile", "-static-libstdc++")))
+    assert build.build(tmp_path / "out").is_file()
+    assert re.findall(r"without (\w+)", capsys.readouterr().err) == ["avx512_bf16"]
+    monkeypatch.setenv("CXX", str(_compiler(tmp_path / "older", "-mavx2")))
+    with pytest.raises(build.BuildError, match="-mavx2 is unknown"):
+        build.build(tmp_path / "out")
+    monkeypatch.delenv("CXX")
+    for compilers, left_out in (
+        (("old", "new"), []),
+        (("old", "older"), ["avx512_bf16"]),
+        (("older", "old"), ["avx512_bf16"]),
+    ):
+        monkeypatch.setattr(build, "find_compilers", lambda names=compilers: [[str(tmp_path / n)] for n in names])
+        _compiler(tmp_path / "new", "-none")
+        build.build(tmp_path / "out")
+        assert re.findall(r"without (\w+)", capsys.readouterr().err) == left_out
+
+
+def test_a_folder_that_cannot_be_written_or_locked_is_no_traceback(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(build.BuildError, match="cannot be written"):
+        build.provide(tmp_path / "file")
+    blocked = tmp_path / "blocked" / build.NAME
+    blocked.mkdir(parents=True)  # the last step fails
+    with pytest.raises(build.BuildError, match="cannot be written"):
+        build.provide(blocked.parent)
+    assert list(blocked.parent.iterdir()) == [blocked]
+
+    def refuse(*args):
+        raise OSError(errno.EBADF, "Bad file descriptor")
+
+    monkeypatch.setattr("fcntl.flock", refuse)  # as NFS does
+    assert build.provide(tmp_path / "out").is_file()
 
 
 def test_a_library_of_these_sources_is_copied_and_any_other_compiled_anew(monkeypatch, tmp_path):
