@@ -658,7 +658,7 @@ class DecodeRunner:
         late = [batch.requests[i] for i in behind]
         start, span = self._timer(), open_span(self._target.device)
         graphed, longest = self._graphed, max(r.context_len for r in late)
-        graph_rows = 0 if graphed is None else graphed.ingest_rows(drafter, behind, longest)
+        graph_rows = 0 if graphed is None else graphed.ingest_rows(drafter, behind, len(batch.requests), longest)
         chunk_rows = min(graph_rows, self._chunk_rows) if graph_rows else self._chunk_rows
         context_rows = sum(r.context_len for r in batch.requests)
         max_rows = self._policy.budget.catch_up_rows(self._chunk_rows, context_rows, len(batch.requests))

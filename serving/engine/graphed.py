@@ -157,10 +157,12 @@ class GraphedRounds:
         accept_s = max(end - verify_start - verify_s, 0.0)
         return RoundResult(draft, results.plan, out, verify_s, accept_s, is_committed=True, prompt_out=prompt_out)
 
-    def ingest_rows(self, drafter: Drafter, rows: list[int], longest: int) -> int:
-        """Rows of a backlog that a drafter takes at once for these requests of a round; 0 = it has no graph for them."""
+    def ingest_rows(self, drafter: Drafter, rows: list[int], num_requests: int, longest: int) -> int:
+        """Rows of a backlog that a drafter takes at once for these requests of a round of so many; 0 = it has no graph for them."""
         graphs = self._graphs.drafting(drafter)
-        return 0 if graphs is None else graphs.ingest_rows(len(rows), longest)
+        if graphs is None or num_requests > self._graphs.target.max_requests:
+            return 0
+        return graphs.ingest_rows(len(rows), longest)
 
     def ingest(self, drafter: Drafter, requests: list[RunningRequest], rows: list[int], stops: list[int]) -> None:
         """Take in rows drafted_len..stop-1 of some requests (`rows`) of a round.  Syncs: none."""

@@ -82,7 +82,7 @@ class GraphedTarget:
         """
         self._target, self._kv = target, kv
         rows, device = min(kv.num_scratch_rows, MAX_GRAPH_ROWS), target.device
-        requests = self._max_requests = min(max_requests, rows)
+        requests = self.max_requests = min(max_requests, rows)
         self._max_width = max_width
         steps = size_ladder(requests)
         full = {b * max_width for b in steps if b * max_width <= rows}  # rounds of full trees need no padding

@@ -459,7 +459,7 @@ def _filter(weights: torch.Tensor, owner: torch.Tensor, batch: SamplingBatch) ->
     """
     vocab = weights.shape[1]
     top_k = batch.top_ks[owner].clamp(1, vocab)
-    is_host = weights.device.type == "cpu"
+    is_host = _sorts_on_host(weights)
     width = vocab if is_host else min(vocab, max(_PROBE, int(torch.where(top_k < vocab, top_k, 0).max())))
     total = weights.sum(-1, dtype=torch.float64)
     while True:
@@ -474,7 +474,13 @@ def _filter(weights: torch.Tensor, owner: torch.Tensor, batch: SamplingBatch) ->
     kept, surplus = _kept(weights, ordered, num)
     if bool((surplus > 0).any()):
         kept = _without_surplus(weights, ordered, num, kept, surplus)
-    return weights * kept
+    return weights * (
+        kept | (num >= vocab)[:, None]
+    )  # a row of which all stays may have more tokens than were looked at
+
+
+def _sorts_on_host(weights: torch.Tensor) -> bool:
+    return weights.device.type == "cpu"
 
 
 def _num_kept(

@@ -206,6 +206,8 @@ class TextStream:
             raw = self._tokens.token_bytes(token_id)
             num_broken = _num_broken(self._utf8.getstate()[0], raw)
             return self._utf8.decode(raw), num_broken
+        if token_id in self._hidden_ids:  # however many come, the window stays short
+            return "", 0
         pending = self._window[self._window_read :]
         self._window.append(token_id)
         before = self._decode(self._window[: self._window_read])

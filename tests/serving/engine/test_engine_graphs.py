@@ -319,6 +319,20 @@ def test_accepted_drafts_are_committed_on_the_device(count, pages):
     assert pages is not None or engine.stats()["num_rounds"] <= 6, "drafts were accepted"
 
 
+def test_more_requests_than_graphs_hold_lines_for_catch_up_without_them(monkeypatch):
+    monkeypatch.setattr("paceline.serving.loading.target_graphs.MAX_GRAPH_ROWS", 4)
+    target = make_target(STATIC_KERNELS)
+    build, _ = specblock(target)
+    rng = torch.Generator().manual_seed(0)
+    prompts = [(torch.randint(3, 64, (60,), generator=rng).tolist(), 0.0) for _ in range(14)]
+    slots = DrafterSlots(build(), "v1", first=build(), spawn=build)
+    policy = DevicePolicy(TREE, vocab_size=target.vocab_size)
+    engine = make_engine(target, slots, CountingGraphs(), policy, max_running=14)
+    expected = generate(make_engine(make_target(), DrafterSlots(), max_running=14), prompts, max_tokens=12)
+    assert generate(engine, prompts, max_tokens=12) == expected
+    assert engine.stats()["num_drafter_failures"] == 0
+
+
 def test_trees_may_reach_beyond_the_longest_context():
     """What is read of positions there is nothing's; an index out of bounds would end a process on CUDA."""
     target, plain = make_target(STATIC_KERNELS), make_target()

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.serving.sampling import draw
 from paceline.serving.sampling.draw import (
     SamplingBatch,
     TokenCounts,
@@ -99,6 +100,21 @@ def test_flat_distribution_with_top_p_needs_the_full_sort():
     batch = SamplingBatch.from_params([SamplingParams(temperature=1.0, top_p=0.5)], [0])
     drawn = draw_tokens(torch.zeros(4000, 1000), torch.zeros(4000, dtype=torch.int64), torch.arange(4000), batch)
     assert drawn.max() == 499 and len(set(drawn.tolist())) > 450
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_top_k_of_the_whole_vocabulary_is_none(monkeypatch, on_host):
+    """A device looks at the likeliest tokens only; no two weigh the same here."""
+    monkeypatch.setattr(draw, "_sorts_on_host", lambda weights: on_host)
+    vocab, num = 1000, 1500
+    logits = torch.linspace(0.0, 0.1, vocab).repeat(num, 1)
+    positions, owner = torch.arange(num), torch.zeros(num, dtype=torch.int64)
+    found = []
+    for top_k in (0, vocab, 5000, 300):
+        batch = SamplingBatch.from_params([SamplingParams(temperature=1.0, top_k=top_k)], [3])
+        found.append(draw_tokens(logits, owner, positions, batch))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2]) and len(found[0].unique()) > 700
+    assert int(found[3].min()) >= vocab - 300
 
 
 def test_extra_tokens_count_like_committed_ones():

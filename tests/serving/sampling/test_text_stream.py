@@ -84,6 +84,18 @@ def test_a_special_token_that_is_kept_is_text_of_a_sentencepiece_tokenizer() -> 
     assert "".join(stream.push([i]) for i in (hello, a, b, hello, end)) + stream.finish() == " hello[A] hello"
 
 
+def test_tokens_that_are_no_text_cost_the_same_however_many_come() -> None:
+    tok, sizes = metaspace_tokenizer(), []
+    hello, end = tok.convert_tokens_to_ids(["▁hello", "</s>"])
+    text = TokenText(tok)
+    decode = text.decode
+    text.decode = lambda ids, *rest: (sizes.append(len(ids)), decode(ids, *rest))[1]  # type: ignore[method-assign]
+    stream = TextStream(text, prompt_token_ids=[hello])
+    found = "".join(stream.push([i]) for i in (hello, *[end] * 2000, hello)) + stream.finish()
+    assert found == " hello hello" and max(sizes) < 10
+    assert len(stream._window) < 10
+
+
 def test_a_sentencepiece_token_keeps_its_space_and_two_never_share_a_text() -> None:
     tokens = TokenText(metaspace_tokenizer(("▁a", "a", "▁")))
     ids = tokens.tokenizer.convert_tokens_to_ids(["▁a", "a", "▁", "▁hello"])

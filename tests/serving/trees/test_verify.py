@@ -42,6 +42,12 @@ def emitted(plan, tree, b):
     return [*plan.accepted_tokens()[b], bonus]
 
 
+@pytest.fixture(params=[2**25, 40], ids=["", "in parts"])
+def drawn_at_once(request, monkeypatch):
+    """Draws at every node at once, or in parts of a few rows."""
+    monkeypatch.setattr("paceline.serving.trees.verify._MAX_DRAWN", request.param)
+
+
 def decode(target, prompts, params, seeds, drafter, num_nodes, num_tokens):
     vocab = target.table.shape[0]
     histories = [list(p) for p in prompts]
@@ -74,6 +80,7 @@ MIXED = [
 ]
 
 
+@pytest.mark.usefixtures("drawn_at_once")
 @pytest.mark.parametrize("params", [MIXED, [SamplingParams(temperature=0.0)] * 3, [SamplingParams(temperature=1.0)]])
 def test_tree_decoding_equals_plain_decoding_token_for_token(params):
     vocab, num = 12, len(params)
