@@ -60,6 +60,16 @@ def open_store(root: str | Path) -> tuple[Any, str]:
     return fs, path.rstrip("/")
 
 
+def service_places(url: str, part: str) -> list[str]:
+    """`part` of every service in an object store, as URLs; [] where there is no service. Raises OSError."""
+    fs, root = open_store(url)
+    try:
+        entries = fs.ls(f"{root}/services", detail=False)
+    except FileNotFoundError:
+        return []
+    return [f"{url.split('://')[0]}://{entry}/{part}" for entry in entries]
+
+
 def check_store(url: str | None) -> None:
     """Raise ConfigError when `store_url` names no store that this process can open; nothing is asked of the store."""
     if url is None:

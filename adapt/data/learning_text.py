@@ -61,10 +61,11 @@ _ANY = Features()
 
 
 def _is_usable(trace: RequestTrace, target_version: str, wanted: Features) -> bool:
-    features = torch.as_tensor(trace.features)
+    features, logprobs = torch.as_tensor(trace.features), torch.as_tensor(trace.topk_logprobs)
     found = Features(features.shape[1], trace.tap_layers)
     is_other = any(None not in pair and pair[0] != pair[1] for pair in zip(found, wanted, strict=True))
-    return not is_other and trace.target_version == target_version and bool(torch.isfinite(features).all())
+    is_finite = bool(torch.isfinite(features).all()) and not bool(torch.isnan(logprobs).any())
+    return not is_other and trace.target_version == target_version and is_finite
 
 
 def _read(store: ShardReader, shard_id: str, target_version: str, wanted: Features) -> tuple[list[RequestTrace], int]:

@@ -18,6 +18,7 @@ creation time. The file name repeats what a listing needs, so that listing a sto
 from __future__ import annotations
 
 import logging
+import math
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -225,8 +226,16 @@ class TraceStore:
         except FileNotFoundError:
             log.debug("trace shard %s was gone already", shard_id)
 
+    def delete_all(self) -> int:
+        """Delete every shard, and what a killed writer left; returns how many shards."""
+        shards = self.list_shards()
+        for shard in shards:
+            self.delete_shard(shard.shard_id)
+        delete_unfinished(self._fs, self._root, math.inf)
+        return len(shards)
+
     def delete_tenant(self, tenant: str) -> int:
-        """Delete every shard that holds a trace of the tenant, or cannot be read; returns how many.
+        """Delete every shard that holds a trace of the tenant, or cannot be read, and what a killed writer left; returns how many.
 
         Whole shards go: a rewritten one would look younger than its data. Opt the tenant out first
         (trace.opt_out_tenants), or a running replica may write what it still holds.
@@ -241,6 +250,7 @@ class TraceStore:
             if is_hit:
                 self.delete_shard(shard.shard_id)
                 deleted += 1
+        delete_unfinished(self._fs, self._root, math.inf)
         return deleted
 
     def enforce_limits(self, max_bytes: int, max_age_s: float, now: float) -> int:

@@ -194,7 +194,10 @@ class TrainingRun:
                 self.model, batch, self.tables, self.loss, generator, trains_backbone=self._trains_backbone
             )
         self.optimizer.zero_grad()
-        loss.backward()
+        if (
+            loss.requires_grad
+        ):  # else the batch teaches none of these parameters: no token of it is in the draft vocabulary
+            loss.backward()
         norm, value = float(torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)), float(report["loss"])
         if not (math.isfinite(value) and math.isfinite(norm)):
             raise DrafterMismatchError(

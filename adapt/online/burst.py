@@ -138,6 +138,11 @@ class Burst:
                 )
                 for drafter, rounds in zip((self._candidate, self._incumbent), self._rounds, strict=True)
             )
+        except ShadowStoppedError:
+            raise
+        except Exception:  # a request that nobody can score would end every burst from now on
+            self._learner.mark_read(traces)
+            raise
         finally:
             self.shadow_s += self._clock() - began
         self._learner.mark_read(traces)

@@ -219,8 +219,8 @@ def _run(
         for done in burst.run(text.fresh, text.rehearsal):
             progress(done, len(text.fresh), {"nll": learner.nll})
     except DrafterMismatchError:
-        if learners is not None:
-            learners.drop(key)
+        if learners is not None:  # what it has read, it is not given again
+            _begin_again(learners, key, learner, new_learner)
         raise
     if not burst.num_learned or (learners is None and not burst.scored and watch.reason):
         raise ShadowStoppedError
@@ -302,8 +302,11 @@ def _hand_on(learners: LearnerStore, key: LearnerKey, version: str, learner: Lea
     """Let the learner go on from its snapshot, the next base; where that is taken back, another one begins at the old base:
     what made this one sure is used up."""
     learner.rebase()
-    learners.save(key._replace(base_version=version), *learner.state())
-    learners.drop(key)
+    try:
+        learners.save(key._replace(base_version=version), *learner.state())
+        learners.drop(key)
+    except OSError as e:  # the version is there
+        log.warning("the learner of bucket %s begins anew at version %s: %s", key.bucket, version, e)
 
 
 def _begin_again(learners: LearnerStore, key: LearnerKey, learner: Learner, new_learner: Callable[[], Learner]) -> None:
@@ -363,10 +366,15 @@ def _first_score(
             {job.first_version: drafter}, [trace for trace, _ in recent], **shadow.tree, device=target.device,
             should_stop=watch.should_stop,
         )  # fmt: skip
-    except ManifestError as e:
-        log.warning("first drafter is not scored: %s", e)
-        return None
     except ShadowStoppedError:
+        return None
+    except (
+        PacelineError,
+        OSError,
+        RuntimeError,
+        MemoryError,
+    ) as e:  # bookkeeping: the learner's gain is sure without it
+        log.warning("first drafter is not scored: %s", e)
         return None
     finally:
         burst.shadow_s += watch.now() - began

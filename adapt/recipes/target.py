@@ -275,7 +275,8 @@ def _train(
 ) -> dict[str, float]:
     torch.manual_seed(recipe.seed)
     train_docs = {d: corpus.documents(d, data, "train") for d in recipe.domains}
-    if (out / "tokenizer.json").is_file():
+    checkpoint = out / CHECKPOINT_FILE
+    if checkpoint.is_file() and (out / "tokenizer.json").is_file():  # without a checkpoint it may be of other domains
         tokenizer = PreTrainedTokenizerFast.from_pretrained(out)
     else:
         tokenizer = train_tokenizer([t for docs in train_docs.values() for t in docs], recipe.vocab_size)
@@ -303,7 +304,6 @@ def _train(
     if compile_layers:
         for layer in model.model.layers:
             layer.compile()
-    checkpoint = out / CHECKPOINT_FILE
     if checkpoint.is_file():
         run.resume(checkpoint)
     run.master.publish()

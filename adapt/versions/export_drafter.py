@@ -8,6 +8,7 @@ Shape legend: V target vocabulary, Vd draft vocabulary, H hidden size, Dm target
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -23,8 +24,10 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
+from paceline.adapt.data.blob_io import check_store, service_places
 from paceline.adapt.families.target_handle import TargetHandle, load_target_handle
 from paceline.adapt.versions.registry import DrafterRegistry
+from paceline.contracts import DrafterManifest
 from paceline.errors import ConfigError, DrafterMismatchError, ManifestError
 from paceline.paths import (
     BUNDLED_DRAFTERS,
@@ -88,6 +91,12 @@ class ExportDrafterOptions:
     data_dir: A[Path, Setting("Data folder of the service (paceline serve --data-dir) that learned VERSION.")] = Path(
         DATA_DIR
     )
+    store_url: A[
+        str | None, Setting("Object store of that service, where it has one, as s3://BUCKET/PREFIX.")
+    ] = None  # fmt: skip
+
+    def __post_init__(self) -> None:
+        check_store(self.store_url)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,15 +237,24 @@ def export_drafter(options: ExportDrafterOptions, *, registry: str | None = None
 
 
 # ---- the drafter
+def _registered(version: str, places: Sequence[str]) -> tuple[DrafterRegistry, DrafterManifest]:
+    """The first registry that has a version. Raises: ManifestError, as the last one says it."""
+    for place in places[:-1]:
+        with contextlib.suppress(ManifestError):
+            registry = DrafterRegistry(place)
+            return registry, registry.get_manifest(version)
+    registry = DrafterRegistry(places[-1])
+    return registry, registry.get_manifest(version)
+
+
 def _find(options: ExportDrafterOptions, model: Path, place: str | None) -> tuple[_Source, TargetHandle]:
     """The drafter that the options name, and its target; raises as export_drafter."""
     name, folder = options.version, Path(options.version).expanduser()
     if re.fullmatch(r"[0-9a-f]{12}", name) and not folder.is_dir():
-        if place is None:
-            folders = [home / REGISTRY for home in all_homes(options.data_dir)]
-            place = str(next((f for f in folders if (f / "manifests" / f"{name}.json").is_file()), folders[-1]))
-        registry = DrafterRegistry(place)
-        manifest = registry.get_manifest(name)
+        places = [str(home / REGISTRY) for home in all_homes(options.data_dir)] if place is None else [place]
+        if place is None and options.store_url is not None:
+            places = service_places(options.store_url, REGISTRY) or [options.store_url]
+        registry, manifest = _registered(name, places)
         config = {**manifest.config, "drafter_type": manifest.drafter_type, "target_version": manifest.target_version}
         target = _target(model, config)
         _check_target(config, target)

@@ -136,7 +136,13 @@ def recall(priced: PricedRecall, template: str, **values: Any) -> Choice:
 def not_now(view: View) -> Choice | None:
     """Reasons that hold under every policy."""
     if view.is_job_running:
-        return hold(view, "job_running", "{num} training job is in flight, and at most {most} may be.", num=1, most=1)
+        return hold(
+            view,
+            "job_running",
+            "{num} training job or trial of a version is under way, and at most {most} may be.",
+            num=1,
+            most=1,
+        )
     active = sum(b.is_active for b in view.beliefs.values())
     if not active:
         template = "{active} of {known} known buckets have measured traffic."

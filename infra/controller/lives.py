@@ -14,7 +14,15 @@ import msgspec
 
 from paceline.adapt.versions.lifecycle import JOB_PREFIX, DrafterStatus, Transition
 from paceline.adapt.versions.pool import best_versions, choose_evictions
-from paceline.contracts import DesiredState, EngineFacts, FeedbackBatch, ReplicaReport, TrainJob, TrainResult
+from paceline.contracts import (
+    DesiredState,
+    DrafterManifest,
+    EngineFacts,
+    FeedbackBatch,
+    ReplicaReport,
+    TrainJob,
+    TrainResult,
+)
 from paceline.errors import DrafterMismatchError, PacelineError, RequestError
 from paceline.infra.controller import rollout
 from paceline.infra.controller.rollout import Canary, Outcome, Verdict
@@ -569,6 +577,10 @@ class WeightPool:
         out = {*self._state.evicted, *self._state.lifecycle.barred()}
         return [m.version for m in self._around.versions if m.version not in out]
 
+    def _stored(self) -> list[DrafterManifest]:
+        """All versions of the registry: those of an earlier target take room, too."""
+        return [*self._around.versions, *self._around.foreign.values()]
+
     def _referred(self) -> set[str]:
         """Versions that somebody serves, stages, trains from or would roll back to, and what deltas add to."""
         kept: set[str] = set()
@@ -582,7 +594,7 @@ class WeightPool:
         }
         for report in self._around.reports:
             kept |= {report.version, report.canary_version, *report.slots.values()}
-        deltas = (m for m in self._around.versions if m.delta_of is not None)
+        deltas = (m for m in self._stored() if m.delta_of is not None)
         evicted = set(self._state.evicted)
         return kept | {m.delta_of for m in deltas if m.version in kept or m.version not in evicted}  # type: ignore[misc]
 
@@ -599,12 +611,12 @@ class WeightPool:
                 logger.info("drafter weights deleted version=%s", version)
         used = {v: life.since for v, life in state.lifecycle.versions.items()}
         evicted = set(state.evicted)
-        held = [m for m in self._around.versions if m.version not in evicted]
+        held = [m for m in self._stored() if m.version not in evicted]
         gone = choose_evictions(
             held,
             kept=self._referred(),
             best=best_versions(shadow_lengths(held)),
-            worthless=state.lifecycle.barred(),
+            worthless={*state.lifecycle.barred(), *self._around.foreign},
             last_used=used,
             max_bytes=self._max_bytes,
         )

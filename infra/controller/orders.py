@@ -146,7 +146,7 @@ class Orders:
 
     def _is_foreign_live(self, desired: DesiredState) -> bool:
         """Whether the service was given another target and its first drafter is not live yet."""
-        return bool({desired.version, desired.first_version} & self._around.foreign)
+        return bool({desired.version, desired.first_version} & self._around.foreign.keys())
 
     def _context(self, desired: DesiredState, now: float) -> HostContext:
         state, around = self._state, self._around

@@ -40,8 +40,8 @@ class Surroundings:
         """Version -> bucket -> rows, by their manifests."""
         self.shadow: dict[str, dict[str, float]] = {}
         """Bucket -> version -> acceptance length by replay, by their manifests."""
-        self.foreign: set[str] = set()
-        """Versions in the registry that were trained for another target."""
+        self.foreign: dict[str, DrafterManifest] = {}
+        """Versions in the registry that were trained for another target, with their manifests."""
         self.rows: dict[str, int] = {}
         """Bucket -> rows in the trace store."""
         self.counters: dict[str, dict[str, int]] = {}
@@ -89,7 +89,7 @@ class Surroundings:
         every = self.registry.list()
         self.versions = [m for m in every if self._target in ("", m.target_version)]
         self.learned_rows, self.shadow = learned_rows(self.versions), shadow_lengths(self.versions)
-        self.foreign = {m.version for m in every} - {m.version for m in self.versions}
+        self.foreign = {m.version: m for m in every if self._target not in ("", m.target_version)}
         state.history = [v for v in state.history if v not in self.foreign]
 
     def _forget_names(self, rows: dict[str, int]) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Annotated as A
 
-from paceline.adapt.data.blob_io import check_store, open_store
+from paceline.adapt.data.blob_io import check_store, service_places
 from paceline.adapt.data.trace_store import TraceStore
 from paceline.errors import ConfigError
 from paceline.paths import DATA_DIR, TRACES, all_homes
@@ -39,12 +38,7 @@ def purge(options: PurgeOptions) -> int:
     Raises: ConfigError when the store, or without one the folder, has no traces; nothing is deleted then.
     """
     local: list[str | Path] = [p for home in all_homes(options.data_dir) if (p := home / TRACES).is_dir()]
-    stored: list[str | Path] = []
-    if options.store_url is not None:
-        fs, root = open_store(options.store_url)
-        scheme = options.store_url.split("://")[0]
-        with contextlib.suppress(FileNotFoundError):
-            stored = [f"{scheme}://{entry}/{TRACES}" for entry in fs.ls(f"{root}/services", detail=False)]
+    stored = [] if options.store_url is None else service_places(options.store_url, TRACES)
     if not (local if options.store_url is None else stored):
         name = "data-dir must be the data folder" if options.store_url is None else "store-url must be the object store"
         raise ConfigError(f"{name} of a service, but there are no traces below {options.store_url or options.data_dir}")
@@ -53,9 +47,4 @@ def purge(options: PurgeOptions) -> int:
 
 
 def _purge(store: TraceStore, tenant: str | None) -> int:
-    if tenant is not None:
-        return store.delete_tenant(tenant)
-    shards = store.list_shards()
-    for shard in shards:
-        store.delete_shard(shard.shard_id)
-    return len(shards)
+    return store.delete_all() if tenant is None else store.delete_tenant(tenant)

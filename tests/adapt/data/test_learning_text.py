@@ -101,10 +101,13 @@ def test_rehearsal_draw_depends_on_the_seed_only():
 def test_missing_shards_and_unusable_traces_are_counted_and_left_out():
     poisoned = make_trace("poisoned")
     poisoned.features[3, 1] = float("nan")
-    store = Store({"s": [make_trace(f"r{i}") for i in range(30)] + [poisoned, make_trace("foreign", target="u")]})
+    overflown, masked = make_trace("overflown"), make_trace("masked")
+    overflown.topk_logprobs[4, 0], masked.topk_logprobs[4, 0] = float("nan"), float("-inf")
+    bad = [poisoned, overflown, make_trace("foreign", target="u")]
+    store = Store({"s": [make_trace(f"r{i}") for i in range(30)] + [masked, *bad]})
     data = load(store, ["gone", "s"], num_rows=1000)
-    assert data.num_unreadable == 3
-    assert not {"poisoned", "foreign"} & set(ids(data.fresh))
+    assert data.num_unreadable == 4
+    assert set(ids(data.fresh)) == {"masked", *(f"r{i}" for i in range(30))}
 
 
 def test_a_request_seen_twice_counts_once():

@@ -121,6 +121,21 @@ def test_a_stop_keeps_what_was_learned_before_it():
     assert saved[0][1]["step"] == learner.num_steps > 0 and burst.num_learned in (len(done), len(done) + 1)
 
 
+def test_a_request_that_nobody_can_score_is_read_all_the_same(monkeypatch):
+    learner, saved = Told([]), []
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("paceline.adapt.online.burst.replay_rounds", fail)
+    burst = make_burst(learner, save=lambda: saved.append(learner.state()))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        list(burst.run(OWN, OTHERS))
+    after = Told([])
+    after.restore(*saved[-1])
+    assert len(unread(after)) < len(OWN) - burst.num_learned and len(saved) == 1
+
+
 @pytest.mark.parametrize("save_s", [0.0, 0.15])
 def test_a_burst_saves_at_intervals_of_which_saving_takes_a_tenth(monkeypatch, save_s):
     monkeypatch.setattr(burst_module, "SAVE_S", 1.0)

@@ -225,3 +225,20 @@ def test_non_finite_features_are_noticed():
 def test_arms_that_are_not_allowed_are_refused(bad):
     with pytest.raises(ConfigError):
         make_learner(**bad)
+
+
+@pytest.mark.parametrize("parameters", ["calibration", "head"])
+def test_text_outside_the_draft_vocabulary_is_a_step_that_teaches_nothing(parameters):
+    torch.manual_seed(0)
+    model = SpecBlockModel(dataclasses.replace(CONFIG, draft_vocab_size=24))
+    outside = dataclasses.replace(make_trace(0), token_ids=[VOCAB - 1] * 34)
+    outside.topk_ids = torch.full_like(outside.topk_ids, VOCAB - 1)
+    assert VOCAB - 1 not in model.draft_token_ids
+    learner = Learner(model, TargetTables(TARGET_EMBED), arm(parameters), seed=1)
+    before = {name: t.clone() for name, t in learner.model.state_dict().items()}
+    learner.learn(outside)
+    assert learner.num_steps == 1
+    after = learner.model.state_dict()
+    assert all(torch.equal(t, after[name]) for name, t in before.items() if parameters == "calibration")
+    learner.learn(make_trace(1))
+    assert learner.num_steps == 2 and all(bool(torch.isfinite(t).all()) for t in learner.model.state_dict().values())

@@ -326,7 +326,11 @@ def test_poisoned_weights_never_reach_the_registry(place, learners, monkeypatch)
     monkeypatch.setattr(trainer.Learner, "learn", poison)
     result = run(place, learners=learners)
     assert result.status == "failed" and len(place[1].list()) == 1
-    assert learners.load(key_of(place[2])) is None, "the next burst begins anew"
+    tensors, record = learners.load(key_of(place[2]))
+    assert all(bool(torch.isfinite(t).all()) for t in tensors.values() if t.is_floating_point()), (
+        "the next burst begins anew"
+    )
+    assert record["step"] == 0 and len(tensors["seen"]) > 0, "and is not given the same text again"
 
 
 def test_a_burst_that_is_stopped_before_it_scores_is_stopped(place):
@@ -407,6 +411,30 @@ def test_a_full_disk_fails(place, tmp_path):
     store, _, job = place
     result = run((store, FullDisk(tmp_path / "registry"), job), should_stop=stop_at(SURE))
     assert result.status == "failed" and "no space left" in result.reason
+
+
+def test_a_disk_without_room_for_the_learner_does_not_take_the_version_back(place, learners, monkeypatch):
+    save = learners.save
+
+    def refuse_next_base(key, *state):
+        if key.base_version != place[2].base_version:
+            raise OSError("no space left on device")
+        save(key, *state)
+
+    monkeypatch.setattr(learners, "save", refuse_next_base)
+    result = run(place, should_stop=stop_at(SURE), learners=learners)
+    assert result.status == "accepted" and place[1].get_manifest(result.version).parent == place[2].base_version
+
+
+def test_a_first_drafter_that_cannot_be_scored_is_left_out(place, monkeypatch):
+    other = place[1].put(base_state(5), **FIELDS).version
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(trainer, "load_version", fail)
+    result = run(place, changed(place[2], first_version=other), should_stop=stop_at(SURE))
+    assert result.status == "accepted" and result.first is None
 
 
 def test_a_deleted_first_drafter_is_left_out(place):

@@ -62,6 +62,15 @@ def test_interrupted_training_ends_with_the_same_weights(tmp_path):
         assert torch.equal(value, _weights(parts)[name]), name
 
 
+def test_a_tokenizer_of_a_run_without_a_checkpoint_is_not_taken_over(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    train_target.train_target(None, whole, _recipe())
+    parts.mkdir()
+    (parts / "tokenizer.json").write_text("half a tok")  # of other domains, or cut off
+    train_target.train_target(None, parts, _recipe())
+    assert (parts / "tokenizer.json").read_bytes() == (whole / "tokenizer.json").read_bytes()
+
+
 def test_written_folder_loads_with_tokenizer_chat_template_and_provenance(tmp_path):
     losses = train_target.train_target(None, tmp_path, _recipe(), command="paceline train-target --data DIR")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from paceline.adapt.versions.registry import DrafterRegistry
+from paceline.config import RolloutConfig
 from paceline.contracts import ReplicaReport
 from paceline.errors import DrafterMismatchError, RequestError
 from paceline.infra.state.desired import commit_desired, ensure_first_version, read_desired, write_report
@@ -68,6 +69,22 @@ def test_only_own_versions_are_listed_and_live_history_holds_no_other(host, vers
 def test_policy_is_offered_only_own_versions(host, versions):
     settle(host)
     assert sorted(host.session.controller.contexts[-1].versions) == sorted([versions.first, versions.trained])
+
+
+def test_weights_of_the_target_before_go_first_where_the_pool_is_full(shared_redis, client, keys, tmp_path, versions):
+    ensure_first_version(client, keys, versions.first, 10, 1.0)
+    size = versions.registry.get_manifest(versions.first).num_bytes
+    write_report(client, keys, ReplicaReport(
+        replica_id="draining", gen=1, version=versions.theirs_later, slots={}, failed_gen=None, failed_reason="",
+        swap_pause_ms=[], ts=1.0, target_version="other",
+    ))  # fmt: skip
+    own = make_host(
+        shared_redis.url, keys, tmp_path, registry=versions.registry, target_version="t",
+        rollout=RolloutConfig(pool_bytes=3 * size),
+    )  # fmt: skip
+    own.connect()
+    settle(own, 4)
+    assert versions.registry.with_weights() == {versions.first, versions.trained, versions.theirs_later}
 
 
 def test_pin_and_rollback_refuse_another_target_with_the_reason(host, client, keys, versions):

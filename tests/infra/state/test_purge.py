@@ -37,6 +37,14 @@ def test_one_tenant_or_everything_goes(store, tmp_path):
     assert store.list_shards() == []
 
 
+@pytest.mark.parametrize("options", [{"tenant": "nobody"}, {"is_all": True}])
+def test_what_a_killed_writer_left_half_written_goes_whoever_it_is_of(store, tmp_path, options):
+    left = service_home(tmp_path, "paceline") / "traces" / "0001_5_t_aa_math.safetensors.ab12.tmp"
+    left.write_bytes(b"half a shard")
+    purge(PurgeOptions(data_dir=tmp_path, **options))
+    assert not left.exists()
+
+
 @pytest.mark.parametrize(("tenant", "is_all"), [(None, False), ("acme", True)])
 def test_half_an_order_deletes_nothing(store, tmp_path, tenant, is_all):
     with pytest.raises(ConfigError, match="either --tenant NAME or --all"):
