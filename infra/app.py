@@ -57,6 +57,7 @@ from paceline.infra.service.stop_signals import StopSignals, kept_sigterm
 from paceline.infra.service.stores import StorePaths, is_adaptive
 from paceline.infra.state.desired import ensure_first_version
 from paceline.infra.state.layout import make_home
+from paceline.infra.state.log import keep_audit
 from paceline.infra.state.redis_clients import Keys, patient_client, redact
 from paceline.infra.state.redis_clock import deployment_time
 from paceline.infra.state.redis_server import EmbeddedRedis, resolve_redis
@@ -644,6 +645,9 @@ def attach_forever(config: ServiceConfig, console: Console, options: AttachOptio
     config = with_absolute_paths(with_environment(config))
     if config.redis_url is None:
         raise ConfigError("redis_url (--redis-url, PACELINE_REDIS_URL) must name the Redis of the engines")
+    check_store(config.store_url)
+    if config.store_url is not None and (options or AttachOptions()).engine == "vllm":
+        raise ConfigError("store_url must not be set with engine vllm: its plugin reads versions from the data folder")
     warn_of_end(config)
     keep_private()
     access = Access.of(config, Tokens.of(config))  # files that cannot be used are refused before anything starts
@@ -651,6 +655,7 @@ def attach_forever(config: ServiceConfig, console: Console, options: AttachOptio
     resolve_redis(config)
     claim_port(config.host, config.port)  # a second one must not touch the engine
     first, attached, owns_ray = put_first_drafter(config), None, False
+    keep_audit(StorePaths.of(config).home / "audit-attached.log")
     with StopSignals() as signals, SglangReplicas(config, options or AttachOptions(), first) as driven:
         try:
             with console.status("waiting for SGLang to answer"):

@@ -7,7 +7,7 @@ export class Controls {
   constructor(unlocked) {
     this.unlocked = unlocked;
     this.isAdmin = false;
-    byId("admin-form").addEventListener("submit", (e) => { e.preventDefault(); token.set(byId("admin-token").value.trim()); byId("admin-token").value = ""; this.unlocked(); this.check(true); });
+    byId("admin-form").addEventListener("submit", (e) => { e.preventDefault(); this.unlock(byId("admin-token").value.trim()); byId("admin-token").value = ""; });
     byId("lock").addEventListener("click", () => { token.set(""); this.unlocked(); this.check(); });
     const on = (id, event, name, body = () => ({})) => byId(id).addEventListener(event, (e) => { e.preventDefault(); this.send(typeof name === "function" ? name() : name, body()); });
     on("pause", "click", () => byId("pause").dataset.command);
@@ -18,18 +18,28 @@ export class Controls {
     on("policy-form", "submit", "policy", () => ({ policy: byId("policy").value }));
     on("bank-form", "submit", "bank", () => ({ bank_s: Number(byId("bank").value) }));
   }
-  /** Ask whether the token is the operators'. */
-  async check(isTried = false) {
-    let session = { is_admin: false, has_admin_token: true };
-    try { session = await getJson("session"); } catch (e) { if (isTried) this.say(e.message, true); }
+  /** Try a token; one that is not the operators' takes no viewer's token away, where there is one. */
+  async unlock(tried) {
+    const before = token.get();
+    token.set(tried);
+    const error = await this.check();
+    this.say(error ?? (this.isAdmin ? "Unlocked." : "That is not the admin token."), !this.isAdmin);
+    if (this.isAdmin || !before) { this.unlocked(); return; }
+    token.set(before);
+    this.check();
+  }
+  /** Ask whether the token is the operators'; what went wrong, if something did. */
+  async check() {
+    let session = { is_admin: false, has_admin_token: true }, error = null;
+    try { session = await getJson("session"); } catch (e) { error = e.message; }
     this.isAdmin = session.is_admin;
-    if (isTried) this.say(session.is_admin ? "Unlocked." : "That is not the admin token.", !session.is_admin);
     byId("commands").hidden = byId("commands").disabled = !session.is_admin;
     byId("lock").hidden = !token.get();
     byId("admin-form").hidden = !session.has_admin_token;
     byId("controls-text").textContent = session.has_admin_token
       ? (session.is_admin ? "Every command is written to the decision log." : "Reading only. Enter the admin token to pause, pin, roll back, train or change the policy.")
       : "Reading only: start the service with --admin-token (or PACELINE_ADMIN_TOKEN) to have controls here.";
+    return error;
   }
   show(parts) {
     const head = parts.head, versions = parts.versions ?? [];

@@ -39,6 +39,7 @@ from paceline.infra.state.redis_clock import deployment_time
 from paceline.infra.web.access import Access
 from paceline.infra.web.dashboard_routes import dashboard_router
 from paceline.infra.web.feed import DashboardFeed
+from paceline.infra.web.metrics import render_metrics
 from paceline.infra.web.state_routes import ServiceView, service_router
 from paceline.paths import resolve_drafter, resolve_model
 from paceline.serving.api.http import answer_errors
@@ -215,6 +216,12 @@ def _app(config: ServiceConfig, tokens: Tokens, view: ServiceView, feed: Dashboa
         access.check_read(request)
         found: Any = await feed.run(view.state)
         return Response(msgspec.json.encode(state_json(found)), media_type="application/json")
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        access.check_metrics(request)
+        body, kind = await feed.run(lambda: render_metrics({}, view.controller(), model=view.model))
+        return Response(body, media_type=kind)
 
     app.include_router(service_router(view, access, feed.run))
     app.include_router(dashboard_router(view, access, feed))

@@ -13,6 +13,7 @@ import importlib.metadata
 import io
 import os
 import shutil
+import stat
 import tarfile
 import time
 import uuid
@@ -38,6 +39,8 @@ FORMAT = 1
 MANIFEST = "backup.json"
 _SNAPSHOTS = "controller*.msgpack"
 _CHUNK = 1 << 20
+_FRESH_S = 300.0
+"""Age of the snapshot of a service that runs, at most: ten of the intervals at which its controller writes it."""
 _ROUNDS = 3
 """Times that folders are listed, while a listed file was gone when its turn came: a learner is replaced every 10 s."""
 
@@ -101,6 +104,13 @@ def run_backup(options: BackupOptions, console: Console) -> Manifest:
             "running controller writes it within half a minute of its first decision; a service with a store_url has it there: "
             "copy that prefix instead"
         )
+    age_s = time.time() - max(path.stat().st_mtime for path in home.glob(_SNAPSHOTS))
+    if age_s > _FRESH_S:
+        console.print(
+            f"[yellow]the state in it was written {age_s / 3600.0:.1f} hours ago:[/yellow] right for a service that was stopped "
+            "then; a service with a store_url has its state there, copy that prefix instead",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
     files: dict[str, _File] = {}
     with open_atomic(out) as raw, tarfile.open(fileobj=raw, mode="w") as tar:
         os.fchmod(raw.fileno(), 0o600)
@@ -166,11 +176,17 @@ def run_restore(options: RestoreOptions, console: Console) -> Manifest:
     data_dir = options.data_dir.expanduser()
     services = data_dir.resolve() / "services"
     made = [folder for folder in (services, *services.parents) if not folder.exists()]
+    mode = data_dir.stat().st_mode if data_dir.exists() else None
     check_private(data_dir, "data-dir")
     services.mkdir(exist_ok=True)
     part = services / f".restore.{uuid.uuid4().hex}"
     try:
-        manifest = _unpack(options.backup, part)
+        try:
+            manifest = _unpack(options.backup, part)
+        except PacelineError:
+            if mode is not None:  # of another one, perhaps, who mistyped
+                data_dir.chmod(stat.S_IMODE(mode))
+            raise
         home = service_home(data_dir, manifest.model_name)
         is_embedded = not options.redis_url and (data_dir / "redis").is_dir()
         if home.exists() and not options.redis_url and not is_embedded:

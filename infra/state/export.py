@@ -218,7 +218,8 @@ def _export_feedback(options: ExportOptions, out: Path, manifest: dict, report: 
         )
         _write_rows(out, "feedback.jsonl", rows, manifest, if_empty)
     except PacelineError as e:
-        manifest["missing"].append(f"feedback: {e}; the embedded Redis of a running service cannot be read")
+        hint = "" if options.redis_url else "; the embedded Redis of a running service cannot be read"
+        manifest["missing"].append(f"feedback: {e}{hint}")
     except RedisError as e:
         (out / "feedback.jsonl").unlink(missing_ok=True)
         manifest["missing"].append(f"feedback: Redis at {redact(url)} cannot be read ({type(e).__name__}: {e})")

@@ -85,9 +85,7 @@ def configure_logging(
     if access_file is not None:
         _add_handlers(access, [QueuedFile(access_file)])
     if audit_file is not None:
-        done = QueuedFile(audit_file)
-        done.addFilter(lambda record: record.levelno < logging.WARNING)  # refusals are warnings
-        _add_handlers(audit, [done])
+        keep_audit(audit_file)
     handlers: list[logging.Handler] = []
     if to_stderr:
         stream = logging.StreamHandler(sys.stderr)
@@ -96,6 +94,14 @@ def configure_logging(
     if file is not None:
         handlers.append(QueuedFile(file))
     _add_handlers(root, handlers)
+
+
+def keep_audit(file: Path) -> None:
+    """Write commands that were carried out to a file, too, however little the process says otherwise."""
+    audit, done = logging.getLogger("paceline.audit"), QueuedFile(file)
+    done.addFilter(lambda record: record.levelno < logging.WARNING)  # refusals are warnings
+    audit.setLevel(logging.INFO)
+    _add_handlers(audit, [done])
 
 
 class _RotatingFile:

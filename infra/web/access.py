@@ -137,12 +137,20 @@ class Access:
             if self._role(request) != API_ROLE:
                 raise _unauthorized("the API token")
         elif not (self._is_open_here and _is_from_here(request)):
-            raise HTTPException(403, "changes are off: set admin_token or api_token, or bind the service to 127.0.0.1")
+            why = (
+                self.closed()
+                or "off: without a token only this computer may change, by a loopback name and no proxy; " + _SET_TOKEN
+            )
+            raise HTTPException(403, f"changes are {why}")
         check_json(request)
 
     def _role(self, request: Request) -> str | None:
         holder = self.tokens.holder(request)
         return None if holder is None else holder.role
+
+
+_OF_PROXIES = {"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip"}
+"""Headers by which a proxy says that the request is another's. One that adds none, as nginx by default, cannot be told."""
 
 
 def check_json(request: Request) -> None:
@@ -158,5 +166,4 @@ def _unauthorized(what: str) -> HTTPException:
 
 def _is_from_here(request: Request) -> bool:
     peer = request.client.host if request.client is not None else "127.0.0.1"
-    is_forwarded = "x-forwarded-for" in request.headers or "forwarded" in request.headers
-    return is_loopback(host_name(request)) and is_loopback(peer) and not is_forwarded
+    return is_loopback(host_name(request)) and is_loopback(peer) and not _OF_PROXIES.intersection(request.headers)

@@ -10,6 +10,8 @@ from typing import Any
 
 import msgspec
 
+from paceline.contracts import Decision, LedgerEntry, ReplicaReport
+from paceline.infra.controller.snapshot import VersionInfo
 from paceline.infra.web.feed import Document
 
 Rows = Iterable[dict[str, Any]]
@@ -26,7 +28,7 @@ def _traffic(document: Document) -> Rows:
         for bucket, groups in b["buckets"].items():
             for group, (length, speed, tokens, rounds) in groups.items():
                 yield {
-                    "ts": b["ts"], "bucket": bucket, "group": group, "acceptance_length": length,
+                    "ts": b["ts"], "seconds": b["seconds"], "bucket": bucket, "group": group, "acceptance_length": length,
                     "tokens_per_device_s": speed, "tokens": tokens, "rounds": rounds,
                 }  # fmt: skip
 
@@ -38,20 +40,30 @@ def _rows(records: Iterable[msgspec.Struct], nested: str = "") -> Rows:
         yield row | {nested: json.dumps(row.pop(nested))} if nested else row
 
 
-TABLES: dict[str, Callable[[Document], Rows]] = {
-    "traffic": _traffic,
-    "decisions": lambda document: _rows(document.state.decisions, "context"),
-    "ledger": lambda document: _rows(document.state.ledger_entries),
-    "versions": lambda document: _rows(document.state.versions, "metrics"),
-    "replicas": lambda document: _rows(document.state.replicas),
+def _fields(kind: type[msgspec.Struct], nested: str = "") -> list[str]:
+    """Columns of a table of records, which has them without a row, too."""
+    names = [f.encode_name for f in msgspec.structs.fields(kind)]
+    return sorted(names, key=lambda name: name == nested)
+
+
+TABLES: dict[str, tuple[list[str], Callable[[Document], Rows]]] = {
+    "traffic": (
+        ["ts", "seconds", "bucket", "group", "acceptance_length", "tokens_per_device_s", "tokens", "rounds"],
+        _traffic,
+    ),
+    "decisions": (_fields(Decision, "context"), lambda document: _rows(document.state.decisions, "context")),
+    "ledger": (_fields(LedgerEntry), lambda document: _rows(document.state.ledger_entries)),
+    "versions": (_fields(VersionInfo, "metrics"), lambda document: _rows(document.state.versions, "metrics")),
+    "replicas": (_fields(ReplicaReport), lambda document: _rows(document.state.replicas)),
 }
-"""Name of a CSV table -> its rows."""
+"""Name of a CSV table -> its columns and its rows."""
 
 
-def as_csv(rows: Rows) -> bytes:
-    """CSV with a header row; '' without rows. Text that a spreadsheet would run as a formula gets a leading apostrophe."""
+def as_csv(rows: Rows, columns: Iterable[str] = ()) -> bytes:
+    """CSV with a header row: the columns, then what else rows have. Text that a spreadsheet would run as a formula gets a leading
+    apostrophe."""
     rows = list(rows)
-    names = list(dict.fromkeys(k for row in rows for k in row))
+    names = list(dict.fromkeys([*columns, *(k for row in rows for k in row)]))
     out = io.StringIO()
     writer = csv.DictWriter(out, names, lineterminator="\r\n")
     if names:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -139,9 +139,18 @@ class DashboardFeed:
         for old in sorted(self._bins)[: -TIERS[0][1]]:
             del self._bins[old]
 
+    def past(self) -> list[dict[str, Any]]:
+        """All time bins that the controller keeps, oldest first, none while it is away; blocks."""
+        return [_as_bin(row) for row in self._read_traffic(0.0) or []]
+
     def history(self) -> bytes:
-        """JSON of all time bins that the controller keeps, oldest first, none while it is away; blocks."""
-        return _encoder.encode([_as_bin(row) for row in self._read_traffic(0.0) or []])
+        """JSON of `past`; blocks."""
+        return _encoder.encode(self.past())
+
+    def whole(self) -> Document:
+        """The latest document with the bins of the past; blocks."""
+        document = self.document()
+        return replace(document, bins=self.past() or document.bins)
 
 
 def _as_bin(row: TrafficBin) -> dict[str, Any]:

@@ -354,14 +354,17 @@ def speculation_rows(
     return [{"bucket": b, "role": r, "mode": m, "is_on": is_on} for (b, r, m), is_on in sorted(found.items())]
 
 
-def render_metrics(replicas: Mapping[str, ReplicaNumbers], controller: Snapshot | None = None) -> tuple[bytes, str]:
+def render_metrics(
+    replicas: Mapping[str, ReplicaNumbers], controller: Snapshot | None = None, *, model: str = ""
+) -> tuple[bytes, str]:
     """Body and content type.
 
     Args:
         replicas: replica id -> its numbers, of one service.
         controller: the controller's snapshot, whose metrics are appended; None = it is away.
+        model: the service's name, where no replica tells it.
     """
     body = render_processes(replicas)
     if controller is not None:
-        body += controller_metrics(controller, next((numbers.model for numbers in replicas.values()), ""))
+        body += controller_metrics(controller, next((numbers.model for numbers in replicas.values()), model))
     return body, CONTENT_TYPE_LATEST

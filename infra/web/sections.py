@@ -139,7 +139,8 @@ def versions(state: Snapshot) -> list[dict[str, Any]]:
         more = {"roles": roles, "scores": scores.get(v.version, {}), "stage": stage}
         rows.append(_fields(v, _VERSION_FIELDS) | more)
     must = [r for r in rows if r["roles"]]
-    rest = [r for r in rows if not r["roles"]][-max(0, NUM_VERSIONS - len(must)) :]
+    rest = [r for r in rows if not r["roles"]]
+    del rest[: max(0, len(rest) - max(0, NUM_VERSIONS - len(must)))]
     return sorted(must + rest, key=lambda r: (r["created"], r["version"]))
 
 

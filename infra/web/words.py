@@ -150,7 +150,7 @@ def shares(state: Snapshot) -> list[dict[str, Any]]:
             own[canary.scope] -= tried
         else:
             live -= tried
-    rows = [{"role": "live", "version": state.version, "percent": live, "label": "live"}]
+    rows = [{"role": "live", "version": state.version, "percent": max(0.0, live), "label": "live"}]
     rows += [{"role": "class", "version": state.class_versions[b], "percent": p, "label": b} for b, p in own.items()]
     if canary is not None and tried > 0:
         rows.append({"role": "canary", "version": canary.version, "percent": tried, "label": "canary"})
