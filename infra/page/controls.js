@@ -23,7 +23,8 @@ export class Controls {
     const before = token.get();
     token.set(tried);
     const error = await this.check();
-    this.say(error ?? (this.isAdmin ? "Unlocked." : "That is not the admin token."), !this.isAdmin);
+    const isOther = error === null || error.status === 401;
+    this.say(this.isAdmin ? "Unlocked." : isOther ? "That is not the admin token." : error.message, !this.isAdmin);
     if (this.isAdmin || !before) { this.unlocked(); return; }
     token.set(before);
     this.check();
@@ -31,7 +32,7 @@ export class Controls {
   /** Ask whether the token is the operators'; what went wrong, if something did. */
   async check() {
     let session = { is_admin: false, has_admin_token: true }, error = null;
-    try { session = await getJson("session"); } catch (e) { error = e.message; }
+    try { session = await getJson("session"); } catch (e) { error = e; }
     this.isAdmin = session.is_admin;
     byId("commands").hidden = byId("commands").disabled = !session.is_admin;
     byId("lock").hidden = !token.get();

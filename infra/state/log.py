@@ -81,6 +81,7 @@ def configure_logging(
         for handler in [h for h in logger_.handlers if getattr(h, "is_paceline", False)]:
             logger_.removeHandler(handler)
             handler.close()
+    audit.setLevel(logging.NOTSET)
     access.propagate = access_file is None
     if access_file is not None:
         _add_handlers(access, [QueuedFile(access_file)])

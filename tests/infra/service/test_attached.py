@@ -101,6 +101,8 @@ def test_a_controller_decides_for_engines_that_report(redis, tmp_path):
         assert state["first_version"] == state["version"] == first.version
         assert [r["replica_id"] for r in state["replicas"]] == ["v"]
         assert http.get(f"{url}/dashboard").status_code == 200
+        found = http.get(f"{url}/metrics")
+        assert found.status_code == 200 and 'paceline_controller_redis_up{model="other"} 1.0' in found.text
         refused = http.post(f"{url}/paceline/pin", json={"version": 5})
         assert refused.status_code == 400 and "version" in refused.json()["error"]["message"]
         assert http.get(url.removesuffix("/other") + "/dashboard").status_code == 404, "another service's address"
@@ -139,4 +141,11 @@ def test_what_cannot_be_used_is_refused_before_anything_starts(redis, tmp_path, 
         attach_forever(config, None)
     with pytest.raises(ConfigError, match="tls_cert and tls_key"):
         attach_forever(config_of(redis, tmp_path, tls_cert="none.pem", tls_key="none.pem"), None)
+    for store, match in (
+        ("memory://x", "vllm: its plugin reads"),
+        ("there", "has no ://"),
+        ("gs9://x", "store_url must be"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            attach_forever(config_of(redis, tmp_path, store_url=store), None)
     assert not StorePaths.of(config).home.exists()

@@ -4,6 +4,7 @@ import io
 import os
 import shutil
 import tarfile
+import time
 from pathlib import Path
 
 import msgspec
@@ -262,6 +263,24 @@ def test_a_learner_that_is_replaced_while_it_is_saved_is_saved_as_it_is_then(ser
     run("restore", out, "--data-dir", there)
     tensors, record = LearnerStore(service_home(there, keys.model) / "learners").load(LEARNER)
     assert is_replaced and record["steps"] == 8 and torch.equal(tensors["w"], torch.full((3,), 5.0))
+
+
+def test_a_wrong_file_leaves_a_folder_open_to_those_to_whom_it_was(tmp_path):
+    shared, wrong = tmp_path / "shared", tmp_path / "wrong.tar"
+    shared.mkdir()
+    shared.chmod(0o755)
+    wrong.write_bytes(b"no backup")
+    assert "that `paceline backup` wrote" in run("restore", wrong, "--data-dir", shared, code=1)
+    assert shared.stat().st_mode & 0o777 == 0o755 and list(shared.iterdir()) == []
+
+
+def test_a_backup_of_an_old_state_says_how_old(service, keys, tmp_path):
+    data_dir = service[0]
+    (snapshot,) = service_home(data_dir, keys.model).glob("controller*.msgpack")
+    order = ("--data-dir", data_dir, "--model-name", keys.model)
+    assert "hours ago" not in run("backup", *order, "--out", tmp_path / "new.tar")
+    os.utime(snapshot, (time.time(), time.time() - 7200.0))
+    assert "was written 2.0 hours ago" in run("backup", *order, "--out", tmp_path / "old.tar")
 
 
 def test_links_in_a_backup_are_refused(service, keys, tmp_path):

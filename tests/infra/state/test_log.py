@@ -11,7 +11,14 @@ import pytest
 
 from paceline.infra.state import log as log_module
 from paceline.infra.state.export import log_records
-from paceline.infra.state.log import LogFile, QueuedFile, configure_logging, delete_gone_logs, num_dropped_lines
+from paceline.infra.state.log import (
+    LogFile,
+    QueuedFile,
+    configure_logging,
+    delete_gone_logs,
+    keep_audit,
+    num_dropped_lines,
+)
 from tests.helpers.api_server import serve_engine, wait_until
 from tests.helpers.fakes import tiny_target
 
@@ -133,3 +140,14 @@ def test_damaged_lines_of_the_decision_log_are_left_out_whatever_they_are(tmp_pa
     path.write_text('{"log_id": "5-0", "kind": "note"}\n{"log_id": "6-\n17\n[]\n"note"\nnull\n' + "[" * 100_000 + "\n")
     assert list(LogFile(path).newest_first()) == [{"log_id": "5-0", "kind": "note"}]
     assert LogFile(path).last_id() == "5-0" and log_records(path, "decision") == []
+
+
+def test_commands_are_kept_whatever_else_the_process_says(tmp_path):
+    configure_logging("WARNING", to_stderr=False)
+    keep_audit(tmp_path / "audit-attached.log")
+    audit = logging.getLogger("paceline.audit")
+    audit.info("pin done")
+    audit.warning("refused")
+    logging.getLogger("paceline").info("nothing of it")
+    configure_logging("WARNING", to_stderr=False)  # closes the file
+    assert messages(tmp_path / "audit-attached.log") == ["pin done"]

@@ -21,11 +21,12 @@ from fastapi import FastAPI
 from paceline.config import VARIABLES, ServiceConfig, with_environment
 from paceline.errors import ConfigError, RequestError
 from paceline.infra.controller.session import restore_controller
-from paceline.infra.controller.snapshot import state_json
+from paceline.infra.controller.snapshot import TrafficBin, state_json
 from paceline.infra.state.redis_clients import Keys
 from paceline.infra.web.access import Access
 from paceline.infra.web.commands import FIELDS, parse_command
 from paceline.infra.web.dashboard_routes import FOLDER, dashboard_router, plotly_facts, plotly_file
+from paceline.infra.web.export import TABLES, as_csv, as_json
 from paceline.infra.web.feed import MAX_PAGES, DashboardFeed, events, parse_have, update
 from paceline.serving.api.app import build_api
 from paceline.serving.api.generation import ApiParts
@@ -110,7 +111,8 @@ def test_without_tokens_a_loopback_service_shows_itself_to_this_computer_only(sc
     assert call(scene, "GET", path, free, base="http://localhost:8000").status_code == 200
     assert call(scene, "GET", path, free, peer="10.0.0.7").status_code == 403
     assert call(scene, "GET", path, free, base="http://rebound.example:8000").status_code == 403
-    assert call(scene, "GET", path, free, headers={"x-forwarded-for": "10.0.0.7"}).status_code == 403
+    for name in ("x-forwarded-for", "forwarded", "via", "x-real-ip", "x-forwarded-host"):
+        assert call(scene, "GET", path, free, headers={name: "10.0.0.7"}).status_code == 403
     assert call(scene, "GET", path, Access(host="0.0.0.0")).status_code == 403
 
 
@@ -364,6 +366,23 @@ def test_exports_agree_with_the_controller(scene: Scene) -> None:
     whole = call(scene, "GET", "/api/export/dashboard.json").json()
     assert whole["ledger"]["totals"]["net_s"] == pytest.approx(state.ledger.net_s)
     assert call(scene, "GET", "/api/export/secrets.csv").status_code == 404
+
+
+def test_saved_traffic_is_all_that_the_page_can_show_and_a_table_without_a_row_has_its_columns(
+    scene: Scene, feeds: Callable[..., DashboardFeed]
+) -> None:
+    live = scene.traffic(0.0)
+    assert live
+    old = TrafficBin(ts=live[0].ts - 7200.0, seconds=60.0, buckets=live[0].buckets)
+    feed = feeds(scene.state, lambda since: [old, *(scene.traffic(since) or [])])
+    columns, rows = TABLES["traffic"]
+    found = list(csv.DictReader(io.StringIO(as_csv(rows(feed.whole()), columns).decode(), newline="")))
+    assert {float(r["seconds"]) for r in found} == {5.0, 60.0} and float(found[0]["ts"]) == old.ts
+    assert json.loads(as_json(feed.whole()))["traffic"] == json.loads(feed.history())
+    away = feeds(scene.state, lambda since: None)
+    assert away.whole().bins == []
+    for name, (columns, _) in TABLES.items():
+        assert as_csv([], columns).decode().strip().split(",") == columns, name
 
 
 def test_decision_page_and_its_data(scene: Scene) -> None:

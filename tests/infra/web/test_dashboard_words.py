@@ -101,6 +101,18 @@ def test_service_without_controller_says_that_it_does_not_adapt():
     assert [a["verdict"] for a in away[:2]] == ["Not known yet", "Nothing decided yet"]
 
 
+@pytest.mark.parametrize("num_classes", [0, 57, 58, 59, 80])
+def test_versions_with_a_role_are_all_shown_and_the_newest_others_as_far_as_there_is_room(num_classes):
+    every = [replace(version(f"v{i}"), created=float(i)) for i in range(500)]
+    own = {f"class {i}": f"v{i + 100}" for i in range(num_classes)}
+    found = [row["version"] for row in sections(state(versions=every, class_versions=own))["versions"]]
+    roles = {"v1", "v2", *own.values()}
+    assert (
+        roles <= set(found) and len(found) == max(60, len(roles)) and found == sorted(found, key=lambda v: int(v[1:]))
+    )
+    assert set(found) - roles == {f"v{i}" for i in range(500 - max(0, 60 - len(roles)), 500)}
+
+
 def test_the_policy_in_force_can_be_chosen_whoever_wrote_it():
     assert "own.rules:Thrifty" in sections(state(policy="own.rules:Thrifty"))["head"]["policies"]
     assert None not in sections(state(policy=None))["head"]["policies"]
