@@ -795,6 +795,17 @@ def _default_drafting(model: str, base: ServiceConfig) -> dict[str, Any]:
     return {"drafter": drafter, **mix}
 
 
+_OWN_ENGINE = {
+    "num_replicas",
+    "autoscaling.max_replicas",
+    "resume",
+    "engine.num_threads",
+    "engine.tree.mix",
+    "engine.tree.policy",
+}
+"""Settings that `attach` has options for, since `serve` has, and no use."""
+
+
 @record()
 class AttachOptions:
     """Settings of the control plane alone are those of `paceline serve`; an engine's own are its own.
@@ -843,6 +854,10 @@ class AttachOptions:
             is_url = re.fullmatch(r"https?://[^/\s]+/?", url) is not None
             require(is_url, "url must be one such as http://127.0.0.1:30000", url)
         require(len(set(self.url)) == len(self.url), "url must name each SGLang once", self.url)
+        own = sorted(_OWN_ENGINE & self.serve.changes.keys())
+        require(
+            not own, "options must not be those of Paceline's own engine, which the engines here have themselves", own
+        )
 
 
 def to_dict(config: Any) -> dict:

@@ -8,7 +8,7 @@ import httpx
 import pytest
 import ray
 
-from paceline.config import PolicyConfig, ServiceConfig
+from paceline.config import AttachOptions, PolicyConfig, ServeOptions, ServiceConfig
 from paceline.contracts import EngineFacts, ReplicaReport
 from paceline.errors import ConfigError
 from paceline.infra.app import attach_forever, http_options, service_url, start_ray
@@ -127,6 +127,17 @@ def test_a_controller_decides_for_engines_that_report(redis, tmp_path):
 def test_a_service_says_where_it_is_reached(host, there):
     url = service_url(ServiceConfig(host=host, port=8000, route_prefix="/"))
     assert url == f"http://{there}:8000" and str(httpx.URL(f"{url}/v1")) == f"{url}/v1"
+
+
+@pytest.mark.parametrize(
+    "setting", [{"num_replicas": 2}, {"autoscaling.max_replicas": 2}, {"engine.tree.mix": "suffix"}]
+)
+def test_options_of_an_engine_that_others_run_are_refused(setting):
+    with pytest.raises(ConfigError, match="Paceline's own engine"):
+        AttachOptions(serve=ServeOptions(changes={"redis_url": "redis://x", **setting}))
+    assert (
+        AttachOptions(serve=ServeOptions(changes={"policy.policy": "never"})).serve.service().policy.policy == "never"
+    )
 
 
 def test_what_cannot_be_used_is_refused_before_anything_starts(redis, tmp_path, caplog):
