@@ -9,6 +9,7 @@ No text is stored, only weights, sums and digests of request ids.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import time
@@ -22,9 +23,10 @@ if TYPE_CHECKING:  # a controller handles no tensor
     import torch
 
 log = logging.getLogger(__name__)
-MAX_STATES, MAX_RECORDS = 24, 1024
-"""Learners kept, the newest, and versions' records of what they have read, which are small; a learner's state takes about four
-times the bytes of the drafter's trained weights."""
+MAX_STATES, MAX_BYTES, MAX_RECORDS = 24, 2 * 2**30, 1024
+"""Learners kept: the newest, and of others as many as all hold so many bytes, since classes learn in turn and one that is
+forgotten has read its text in vain; a state takes about four times the bytes of the drafter's trained weights. And versions'
+records of what they have read, which are small."""
 _SUFFIX, _FORMAT = ".safetensors", 1
 
 
@@ -47,6 +49,7 @@ class _File(NamedTuple):
     stamp: int
     key: str
     content: str
+    num_bytes: int
 
 
 class LearnerStore:
@@ -103,9 +106,13 @@ class LearnerStore:
         write_atomic(self._fs, f"{self._root}/{name}", data)
         old = [f for f in files if f.key == key]
         alike = (f for f in files if f.key != key and _is_record(f.key) == _is_record(key))
-        others = sorted(alike, key=lambda f: f.stamp)
-        kept = MAX_RECORDS if _is_record(key) else MAX_STATES
-        self._delete(old + others[: max(len(others) + 1 - kept, 0)])
+        others = sorted(alike, key=lambda f: f.stamp, reverse=True)
+        if _is_record(key):
+            num_kept = MAX_RECORDS - 1
+        else:
+            sums = itertools.accumulate((f.num_bytes for f in others), initial=len(data))
+            num_kept = max(MAX_STATES, sum(size <= MAX_BYTES for size in sums)) - 1
+        self._delete(old + others[max(num_kept, 0) :])
         delete_unfinished(self._fs, self._root, self._now())
 
     def _delete(self, files: list[_File]) -> None:
@@ -118,11 +125,12 @@ class LearnerStore:
     def _files(self) -> list[_File]:
         self._fs.invalidate_cache()
         try:
-            names = [str(name).rsplit("/", 1)[-1] for name in self._fs.ls(self._root, detail=False)]
+            entries = self._fs.ls(self._root, detail=True)
         except FileNotFoundError:
             return []
-        parts = [(name, name.removesuffix(_SUFFIX).split("_")) for name in names if name.endswith(_SUFFIX)]
-        return [_File(name, int(p[0]), p[1], p[2]) for name, p in parts if len(p) == 3 and p[0].isdigit()]
+        sizes = {str(e["name"]).rsplit("/", 1)[-1]: int(e.get("size") or 0) for e in entries}
+        parts = [(name, name.removesuffix(_SUFFIX).split("_")) for name in sizes if name.endswith(_SUFFIX)]
+        return [_File(name, int(p[0]), p[1], p[2], sizes[name]) for name, p in parts if len(p) == 3 and p[0].isdigit()]
 
 
 _RECORD = "version-"

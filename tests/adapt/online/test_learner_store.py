@@ -87,12 +87,24 @@ def test_a_write_that_fails_leaves_the_state_before(store, monkeypatch):
     assert value_of(store.load(KEY)) == 1
 
 
-def test_states_are_bounded_and_the_oldest_go(store, tmp_path):
+def test_states_are_bounded_and_the_oldest_go(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(learner_store, "MAX_BYTES", 1)
     for n in range(MAX_STATES + 5):
         store.save(KEY._replace(bucket=f"b{n}"), tensors(n), {"n": n})
     assert len(files(tmp_path)) == MAX_STATES
     assert store.load(KEY._replace(bucket="b4")) is None
     assert value_of(store.load(KEY._replace(bucket="b5"))) == 5
+
+
+def test_small_states_of_more_classes_are_kept_as_far_as_there_is_room(store, tmp_path, monkeypatch):
+    store.save(KEY, tensors(0), {"n": 0})
+    size = files(tmp_path)[0].stat().st_size
+    monkeypatch.setattr(learner_store, "MAX_BYTES", (MAX_STATES + 10) * size + size // 2)
+    for n in range(1, MAX_STATES + 20):
+        store.save(KEY._replace(bucket=f"b{n:02d}"), tensors(0), {"n": n})
+    assert len(files(tmp_path)) == MAX_STATES + 10
+    assert store.load(KEY._replace(bucket="b09")) is None
+    assert store.load(KEY._replace(bucket="b10"))[1]["n"] == 10
 
 
 def test_learners_and_records_of_versions_take_no_places_from_each_other(store, monkeypatch):
