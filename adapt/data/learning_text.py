@@ -35,7 +35,7 @@ class LearningText(NamedTuple):
     rehearsal: list[RequestTrace]
     """Requests of other classes, in random order."""
     num_unreadable: int
-    """Shards that were gone or damaged and traces of another target, with features of other layers or non-finite ones."""
+    """Shards that were gone or damaged and traces of another target, with features of other layers or non-finite numbers."""
 
     @property
     def num_rows(self) -> int:

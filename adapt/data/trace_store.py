@@ -227,7 +227,7 @@ class TraceStore:
             log.debug("trace shard %s was gone already", shard_id)
 
     def delete_all(self) -> int:
-        """Delete every shard, and what a killed writer left; returns how many shards."""
+        """Delete every shard, and half-written ones, which a writer that lives writes again; returns how many shards."""
         shards = self.list_shards()
         for shard in shards:
             self.delete_shard(shard.shard_id)
@@ -235,7 +235,8 @@ class TraceStore:
         return len(shards)
 
     def delete_tenant(self, tenant: str) -> int:
-        """Delete every shard that holds a trace of the tenant, or cannot be read, and what a killed writer left; returns how many.
+        """Delete every shard that holds a trace of the tenant, or cannot be read, and half-written ones, which a writer that
+        lives writes again; returns how many shards.
 
         Whole shards go: a rewritten one would look younger than its data. Opt the tenant out first
         (trace.opt_out_tenants), or a running replica may write what it still holds.

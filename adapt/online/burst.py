@@ -138,7 +138,7 @@ class Burst:
                 )
                 for drafter, rounds in zip((self._candidate, self._incumbent), self._rounds, strict=True)
             )
-        except ShadowStoppedError:
+        except (ShadowStoppedError, MemoryError, torch.OutOfMemoryError):  # not the text's fault
             raise
         except Exception:  # a request that nobody can score would end every burst from now on
             self._learner.mark_read(traces)

@@ -304,9 +304,12 @@ def _hand_on(learners: LearnerStore, key: LearnerKey, version: str, learner: Lea
     learner.rebase()
     try:
         learners.save(key._replace(base_version=version), *learner.state())
-        learners.drop(key)
     except OSError as e:  # the version is there
         log.warning("the learner of bucket %s begins anew at version %s: %s", key.bucket, version, e)
+    try:
+        learners.drop(key)
+    except OSError as e:
+        log.warning("the learner of bucket %s before version %s cannot be deleted: %s", key.bucket, version, e)
 
 
 def _begin_again(learners: LearnerStore, key: LearnerKey, learner: Learner, new_learner: Callable[[], Learner]) -> None:
@@ -349,7 +352,7 @@ def _first_score(
     rng: np.random.Generator,
     watch: _Watch,
 ) -> ShadowScore | None:
-    """Score of the first drafter on the newest requests of this burst; None when it is gone or the time is up.
+    """Score of the first drafter on the newest requests of this burst; None when it is gone, fails, or the time is up.
 
     Where it is not the base it takes a replay of its own, of one look's requests: the hold-back measures it while it serves.
     """

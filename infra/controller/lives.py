@@ -595,8 +595,11 @@ class WeightPool:
         for report in self._around.reports:
             kept |= {report.version, report.canary_version, *report.slots.values()}
         deltas = (m for m in self._stored() if m.delta_of is not None)
-        evicted = set(self._state.evicted)
-        return kept | {m.delta_of for m in deltas if m.version in kept or m.version not in evicted}  # type: ignore[misc]
+        gone = {
+            *self._state.evicted,
+            *self._around.foreign,
+        }  # those of an earlier target hold nothing that nobody serves
+        return kept | {m.delta_of for m in deltas if m.version in kept or m.version not in gone}  # type: ignore[misc]
 
     def tend(self) -> None:
         """Give up the least useful weights beyond the byte limit, then delete what an earlier commit gave up."""
@@ -615,7 +618,7 @@ class WeightPool:
         gone = choose_evictions(
             held,
             kept=self._referred(),
-            best=best_versions(shadow_lengths(held)),
+            best=best_versions(shadow_lengths([m for m in held if m.version not in self._around.foreign])),
             worthless={*state.lifecycle.barred(), *self._around.foreign},
             last_used=used,
             max_bytes=self._max_bytes,

@@ -6,7 +6,7 @@ import { byId, options, short } from "./dom.js";
 export class Controls {
   constructor(unlocked) {
     this.unlocked = unlocked;
-    this.isAdmin = false;
+    this.isAdmin = this.isUnlocking = false;
     byId("admin-form").addEventListener("submit", (e) => { e.preventDefault(); this.unlock(byId("admin-token").value.trim()); byId("admin-token").value = ""; });
     byId("lock").addEventListener("click", () => { token.set(""); this.unlocked(); this.check(); });
     const on = (id, event, name, body = () => ({})) => byId(id).addEventListener(event, (e) => { e.preventDefault(); this.send(typeof name === "function" ? name() : name, body()); });
@@ -20,6 +20,11 @@ export class Controls {
   }
   /** Try a token; one that is not the operators' takes no viewer's token away, where there is one. */
   async unlock(tried) {
+    if (this.isUnlocking) return;
+    this.isUnlocking = true;
+    try { await this.tryToken(tried); } finally { this.isUnlocking = false; }
+  }
+  async tryToken(tried) {
     const before = token.get();
     token.set(tried);
     const error = await this.check();
@@ -27,7 +32,7 @@ export class Controls {
     this.say(this.isAdmin ? "Unlocked." : isOther ? "That is not the admin token." : error.message, !this.isAdmin);
     if (this.isAdmin || !before) { this.unlocked(); return; }
     token.set(before);
-    this.check();
+    await this.check();
   }
   /** Ask whether the token is the operators'; what went wrong, if something did. */
   async check() {

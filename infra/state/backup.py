@@ -183,9 +183,10 @@ def run_restore(options: RestoreOptions, console: Console) -> Manifest:
     try:
         try:
             manifest = _unpack(options.backup, part)
-        except PacelineError:
+        except (PacelineError, OSError):
             if mode is not None:  # of another one, perhaps, who mistyped
-                data_dir.chmod(stat.S_IMODE(mode))
+                with contextlib.suppress(OSError):
+                    data_dir.chmod(stat.S_IMODE(mode))
             raise
         home = service_home(data_dir, manifest.model_name)
         is_embedded = not options.redis_url and (data_dir / "redis").is_dir()

@@ -90,6 +90,7 @@ def configure_logging(
     handlers: list[logging.Handler] = []
     if to_stderr:
         stream = logging.StreamHandler(sys.stderr)
+        stream.setLevel(level)  # commands are logged for their file whatever this level is
         stream.setFormatter(TextFormatter())
         handlers.append(stream)
     if file is not None:

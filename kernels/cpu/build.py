@@ -79,10 +79,24 @@ def built_version(library: Path) -> int | None:
     return int(version())
 
 
-def provide(folder: Path) -> Path:
+def has_all(library: Path) -> bool:
+    """Whether no instruction set was left out of a library; False when there is none."""
+    try:
+        found = ctypes.CDLL(str(library))
+    except OSError:
+        return False
+    return all(hasattr(found, f"forward_{isa}") for isa in VARIANTS.get(_machine(), {}))
+
+
+def _machine() -> str:
+    return platform.machine().lower().replace("amd64", "x86_64")
+
+
+def provide(folder: Path, *, with_all: bool = False) -> Path:
     """Have the library in `folder`: a copy of the one beside the sources if it is theirs, else compiled. Raises: BuildError.
 
     One process at a time: what another one of the same sources is compiling is waited for.
+    with_all: a library without an instruction set is compiled anew: there may be a newer compiler.
     """
     try:
         import fcntl
@@ -92,7 +106,8 @@ def provide(folder: Path) -> Path:
         with contextlib.suppress(OSError):  # NFS locks no file that is open for reading only: two may compile then
             fcntl.flock(own, fcntl.LOCK_EX)
         there = HERE / NAME
-        return _put(there, folder) if built_version(there) == source_version() else build(folder)
+        is_theirs = built_version(there) == source_version() and (has_all(there) or not with_all)
+        return _put(there, folder) if is_theirs else build(folder)
 
 
 def _put(library: Path, folder: Path) -> Path:
@@ -114,7 +129,7 @@ def build(folder: Path = HERE) -> Path:
 
     Returns the library. Raises: BuildError with what the compilers said.
     """
-    variants = VARIANTS.get(platform.machine().lower().replace("amd64", "x86_64"))
+    variants = VARIANTS.get(_machine())
     if variants is None or sys.platform not in ("linux", "darwin"):
         raise BuildError(f"there is no native round for {platform.machine()} on {sys.platform}")
     with tempfile.TemporaryDirectory() as room:
@@ -157,8 +172,10 @@ def _compile(compiler: list[str], variants: dict[str, tuple[str, ...]], room: Pa
             try:
                 job.result()
             except BuildError as e:
+                if name not in variants or _knows(compiler, variants[name]):  # no memory, or a mistake of ours
+                    raise
                 refused[name] = e
-    if refused and (refused.keys() - variants or not variants.keys() - refused):
+    if not variants.keys() - refused:
         raise next(iter(refused.values()))
     link = [
         *compiler,
@@ -173,6 +190,14 @@ def _compile(compiler: list[str], variants: dict[str, tuple[str, ...]], room: Pa
     except BuildError:  # Fedora and its kin have the static ones in a package of their own
         _run(link)
     return room / NAME, {isa: str(e) for isa, e in refused.items()}
+
+
+def _knows(compiler: list[str], flags: tuple[str, ...]) -> bool:
+    try:
+        _run([*compiler, *flags, "-x", "c++", "-fsyntax-only", os.devnull])
+    except BuildError:
+        return False
+    return True
 
 
 def _is_systems(compiler: list[str]) -> bool:
@@ -190,6 +215,6 @@ def _run(command: list[str]) -> None:
 
 if __name__ == "__main__":
     try:
-        print(provide(HERE))
+        print(provide(HERE, with_all=True))
     except BuildError as e:
         sys.exit(str(e))

@@ -23,6 +23,8 @@ from paceline.serving.sampling.request import SamplingParams
 
 _CHUNK = 64  # tokens per partial sum of the inverse CDF
 _PROBE = 256  # most likely tokens looked at first for top-p and min-p; a full sort only when they do not suffice
+_MAX_DRAWN = 2**25
+"""Logits that are drawn from together: penalties and filters need six times their memory meanwhile, 800 MB."""
 _BELOW_ONE = 1.0 - 2.0**-50
 
 
@@ -320,6 +322,18 @@ def draw_tokens(
     if batch.is_all_greedy:
         return argmax_rows(logits)
     owner_list = owner.tolist() if owner_list is None else owner_list
+    step = max(_MAX_DRAWN // logits.shape[1], 1)
+    if len(owner_list) > step:
+        parts = [slice(start, start + step) for start in range(0, len(owner_list), step)]
+        return torch.cat(
+            [
+                draw_tokens(
+                    logits[p], owner[p], positions[p], batch, None if extra_token_ids is None else extra_token_ids[p],
+                    None if uniforms is None else uniforms[p], owner_list[p],
+                )
+                for p in parts
+            ]
+        )  # fmt: skip
     logits = _bias(logits, owner_list, batch)
     logits = _limit(logits, owner_list, positions, batch, extra_token_ids)
     if batch.has_grammars:

@@ -23,9 +23,6 @@ from paceline.serving.trees.tree import TreeBatch, TreeRows
 _MAX_ROWS_AT_ONCE = 160
 """Rows of a round whose tokens are drawn together on the CPU (0.3 to 0.7 of the time of drawing level by level)."""
 
-_MAX_DRAWN = 2**25
-"""Logits that are drawn from together: penalties and filters need six times their memory meanwhile, 800 MB."""
-
 
 _NOT_DRAWN = -1
 
@@ -199,16 +196,7 @@ def draw_all(
     if tree.num_requests == 1 and logits.device.type == "cpu":
         uniforms = sampling.uniforms_of_one(int(context_lens[0]) + 1, tree.depths.tolist())
     positions = context_lens[owner] + tree.depths + 1
-    step = max(_MAX_DRAWN // logits.shape[1], 1)
-    parts = [slice(start, start + step) for start in range(0, logits.shape[0], step)]
-    drawn = [
-        draw_tokens(
-            logits[p], owner[p], positions[p], sampling, None if extra is None else extra[p],
-            None if uniforms is None else uniforms[p], None if owner_list is None else owner_list[p],
-        )
-        for p in parts
-    ]  # fmt: skip
-    return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+    return draw_tokens(logits, owner, positions, sampling, extra, uniforms, owner_list)
 
 
 def _walk(tree: TreeBatch, logits: torch.Tensor, sampling: SamplingBatch, context_lens: torch.Tensor) -> AcceptPlan:

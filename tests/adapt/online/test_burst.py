@@ -125,11 +125,11 @@ def test_a_request_that_nobody_can_score_is_read_all_the_same(monkeypatch):
     learner, saved = Told([]), []
 
     def fail(*args, **kwargs):
-        raise RuntimeError("out of memory")
+        raise RuntimeError("no such token")
 
     monkeypatch.setattr("paceline.adapt.online.burst.replay_rounds", fail)
     burst = make_burst(learner, save=lambda: saved.append(learner.state()))
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(RuntimeError, match="no such token"):
         list(burst.run(OWN, OTHERS))
     after = Told([])
     after.restore(*saved[-1])

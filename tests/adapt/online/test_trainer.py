@@ -424,6 +424,7 @@ def test_a_disk_without_room_for_the_learner_does_not_take_the_version_back(plac
     monkeypatch.setattr(learners, "save", refuse_next_base)
     result = run(place, should_stop=stop_at(SURE), learners=learners)
     assert result.status == "accepted" and place[1].get_manifest(result.version).parent == place[2].base_version
+    assert learners.load(key_of(place[2])) is None, "what made it sure is used up"
 
 
 def test_a_first_drafter_that_cannot_be_scored_is_left_out(place, monkeypatch):

@@ -87,6 +87,31 @@ def test_weights_of_the_target_before_go_first_where_the_pool_is_full(shared_red
     assert versions.registry.with_weights() == {versions.first, versions.trained, versions.theirs_later}
 
 
+def test_another_targets_scores_and_deltas_protect_nothing(shared_redis, client, keys, tmp_path, versions):
+    registry, first = versions.registry, versions.first
+
+    def put(seed, target, length, size=2, **more):
+        weights = {"w": torch.full((size, size), float(seed))}
+        fields = {"drafter_type": "specblock", "config": {}, "target_version": target, **more}
+        return registry.put(weights, **fields, bucket="math", arm="x", metrics={"acceptance_length": length}).version
+
+    put(10, "other", 3.0)
+    base = put(11, "other", 2.0, size=200)
+    put(12, "other", 2.9, delta_of=base)
+    best, worse = put(13, "t", 2.5), put(14, "t", 2.0)
+    ensure_first_version(client, keys, first, 10, 1.0)
+    limit = sum(registry.get_manifest(v).num_bytes for v in (first, best))
+    own = make_host(
+        shared_redis.url, keys, tmp_path, registry=registry, target_version="t", rollout=RolloutConfig(pool_bytes=limit)
+    )  # fmt: skip
+    own.connect()
+    settle(own, 4)
+    assert registry.with_weights() == {first, best} and worse in own.session.state.evicted
+    put(15, "other", 3.5)
+    settle(own, 4)
+    assert registry.with_weights() == {first, best}
+
+
 def test_pin_and_rollback_refuse_another_target_with_the_reason(host, client, keys, versions):
     reason = f"drafter {versions.theirs} was trained for target other, this target is t; use a drafter of this target"
     for refuse in (host.session.orders.pin, host.session.orders.rollback):

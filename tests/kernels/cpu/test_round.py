@@ -318,6 +318,16 @@ def test_an_older_compiler_leaves_out_the_instruction_sets_that_it_does_not_know
         assert re.findall(r"without (\w+)", capsys.readouterr().err) == left_out
 
 
+def test_what_fails_with_flags_that_the_compiler_knows_is_no_older_compiler(monkeypatch, tmp_path):
+    killed = _compiler(tmp_path / "killed", "-none")
+    killed.write_text(
+        killed.read_text().replace("for word", 'case "$*" in *-mamx-tile*-c*) exit 137;; esac\nfor word', 1)
+    )
+    monkeypatch.setenv("CXX", str(killed))
+    with pytest.raises(build.BuildError, match="failed"):
+        build.build(tmp_path / "out")
+
+
 def test_a_folder_that_cannot_be_written_or_locked_is_no_traceback(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(build.BuildError, match="cannot be written"):

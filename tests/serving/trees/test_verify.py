@@ -45,7 +45,7 @@ def emitted(plan, tree, b):
 @pytest.fixture(params=[2**25, 40], ids=["", "in parts"])
 def drawn_at_once(request, monkeypatch):
     """Draws at every node at once, or in parts of a few rows."""
-    monkeypatch.setattr("paceline.serving.trees.verify._MAX_DRAWN", request.param)
+    monkeypatch.setattr("paceline.serving.sampling.draw._MAX_DRAWN", request.param)
 
 
 def decode(target, prompts, params, seeds, drafter, num_nodes, num_tokens):
