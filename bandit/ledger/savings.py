@@ -55,6 +55,8 @@ class Pool(msgspec.Struct):
     """Of the latest minutes: how sure the comparison is."""
     waiting_tokens: int = 0
     """That came while there was no hold-back to compare them with; valued as the later ones are."""
+    waiting_s: float = 0.0
+    """How long they came, HALF_LIFE_S at most."""
     tokens: int = 0
     """The others since the latest booking."""
     took_s: float = 0.0
@@ -62,6 +64,15 @@ class Pool(msgspec.Struct):
     window: Window = msgspec.field(default_factory=Window)
     weight: float = 0.0
     """Of the latest booking."""
+
+    def wait(self, num_tokens: int, seconds: float) -> None:
+        """Keep an epoch's tokens until there is a hold-back, of HALF_LIFE_S at most: its first requests say nothing of hours
+        before them."""
+        self.waiting_tokens += num_tokens
+        self.waiting_s += seconds
+        if self.waiting_s > HALF_LIFE_S:
+            self.waiting_tokens = int(self.waiting_tokens * HALF_LIFE_S / self.waiting_s)
+            self.waiting_s = HALF_LIFE_S
 
 
 class Savings(msgspec.Struct):
@@ -101,7 +112,7 @@ class Savings(msgspec.Struct):
             taken = stats.time_per_token.scaled(undisturbed)
             seconds = taken.ratio()
             if seconds is None or static.n < 1.0:
-                pool.waiting_tokens += stats.num_tokens
+                pool.wait(stats.num_tokens, observation.end - observation.start)
             else:
                 pool.time_per_token.merge(taken)
                 pool.tokens += stats.num_tokens
@@ -124,7 +135,7 @@ class Savings(msgspec.Struct):
         seconds = pool.waiting_tokens * (slow - fast) + pool.tokens * slow - pool.took_s
         window = pool.window
         window.valued_s += pool.tokens * slow
-        pool.waiting_tokens, pool.tokens, pool.took_s = 0, 0, 0.0
+        pool.waiting_tokens, pool.waiting_s, pool.tokens, pool.took_s = 0, 0.0, 0, 0.0
         if window.static.n >= WINDOW_REQUESTS:
             seconds += window.missing()
             pool.window = Window()

@@ -136,9 +136,11 @@ def logged_orders(service: LoggedService) -> dict[int, Decision]:
 
 
 def epochs_by_step(service: LoggedService) -> dict[int, FeedbackLine]:
-    """Step -> what the log measured in it; lines of one step are put together."""
+    """Step -> what the log measured in it; lines of one step are put together, and one of several steps is left out."""
     found: dict[int, FeedbackLine] = {}
     for line in service.log.epochs:
+        if line.end - line.start > 1.5 * service.traffic.step_s:
+            continue
         k = service.step_of(line.end)
         before = found.get(k)
         found[k] = line if before is None else msgspec.structs.replace(line, cells=[*before.cells, *line.cells])
@@ -199,7 +201,8 @@ class ForcedWorld(World):
         booked_s = self.serving_s
         super().step(k)
         line = self.epochs.get(k)
-        if line is not None and k <= self.measured_until and k < self.controller.until:
+        # what is predicted from a step on begins as what was done in it, whatever is decided there
+        if line is not None and k <= self.measured_until and k <= self.controller.until:
             more_s = self._served_s(line) - (self.serving_s - booked_s)
             self.serving_s += more_s
             self.spent["interference"] += self.slowdown * float(self._busy[k]) * more_s
@@ -211,9 +214,9 @@ class ForcedWorld(World):
         """Device-seconds of an epoch's tokens by the versions that the log says: swaps fall within epochs, and groups vary."""
         names, seconds = self._names(), 0.0
         for c in line.cells:
-            if c.num_tokens > 0:
+            if c.own_tokens > 0:
                 lengths = self.outcomes.lengths(names.get(c.version, self.version_of(c.bucket)))
-                seconds += c.num_tokens * float(self.traffic.token_s(lengths)[self.traffic.labels.index(c.bucket)])
+                seconds += c.own_tokens * float(self.traffic.token_s(lengths)[self.traffic.labels.index(c.bucket)])
         return seconds
 
     def follow(self) -> RunResult:

@@ -84,7 +84,8 @@ class DualEmaPolicy:
             template = "The fast mean of acceptance length {fast:.2f} did not fall below {level:.2f}, which is the slow mean {slow:.2f} less {margin:.0%}."  # fmt: skip
             return hold(view, "ema", template, fast=ema.fast, level=level, slow=ema.slow, margin=config.ema_margin)
         active = [b for b in view.beliefs.values() if b.is_active]
-        belief = max(active, key=lambda b: (ema.collected.get(b.bucket, 0), b.bucket))
+        able = {j.bucket for j in view.jobs}  # others are frozen, or have too few rows
+        belief = max(active, key=lambda b: (b.bucket in able, ema.collected.get(b.bucket, 0), b.bucket))
         collected = ema.collected.get(belief.bucket, 0)
         if collected < config.min_rows:
             template = "{bucket} collected {collected} rows since acceptance dropped, of the {needed} that a job needs."
@@ -171,7 +172,7 @@ class EagerPolicy:
         if self._has_interval and view.since_job_s < view.config.interval_s:
             template = "The last job started {since:.0f} s ago, and one starts every {interval:.0f} s."
             return hold(view, "interval", template, since=view.since_job_s, interval=view.config.interval_s)
-        belief, needed = fullest(view), view.config.min_rows
+        belief, needed = fullest(view, with_job=True), view.config.min_rows
         job = largest_job(view, belief.bucket)
         if job is None or belief.fresh_rows < needed:
             return too_few_rows(view, belief, needed)

@@ -156,9 +156,11 @@ def largest_job(view: View, bucket: str) -> PricedJob | None:
     return max(own, key=lambda j: (j.cost.training_s, j.arm.num_rows, j.arm.name)) if own else None
 
 
-def fullest(view: View) -> BucketBelief:
-    """The active bucket with most fresh rows; ties go to the later name."""
-    return max((b for b in view.beliefs.values() if b.is_active), key=lambda b: (b.fresh_rows, b.bucket))
+def fullest(view: View, *, with_job: bool = False) -> BucketBelief:
+    """The active bucket with most fresh rows; ties go to the later name. with_job: of those with a job, where one has."""
+    able = {j.bucket for j in view.jobs} if with_job else set()
+    active = (b for b in view.beliefs.values() if b.is_active)
+    return max(active, key=lambda b: (b.bucket in able, b.fresh_rows, b.bucket))
 
 
 def too_few_rows(view: View, belief: BucketBelief, needed: int) -> Choice:

@@ -228,9 +228,10 @@ def prepare(log: ServiceLog, name: str) -> LoggedService:
     tokens = np.zeros((steps, len(labels)))
     for epoch in log.epochs:
         k = min(max(int((epoch.end - begin) / step_s - 0.5), 0), steps - 1)
+        k0 = min(max(int((epoch.start - begin) / step_s + 0.5), 0), k)  # one may have lasted for many, as in a pause
         for c in epoch.cells:
             if c.own_tokens > 0:
-                tokens[k, labels.index(c.bucket)] += c.own_tokens
+                tokens[k0 : k + 1, labels.index(c.bucket)] += c.own_tokens / (k + 1 - k0)
     spent = fold_entries(log.entries).by_kind()
     calm_s = device_s - min(max(spent.get("interference", 0.0), 0.0), 0.9 * device_s)
     drafted_s, plain_s = (seconds * calm_s / device_s for seconds in _round_seconds(cells))

@@ -38,7 +38,12 @@ class Turn:
     @property
     def whole(self) -> list[StreamResult]:
         """Answers without a problem."""
-        return [a.result for a in self.answers if a.result.problem is None]
+        return [a.result for a in self.whole_answers]
+
+    @property
+    def whole_answers(self) -> list[Answer]:
+        """The same with when they were asked for, and what was refused before."""
+        return [a for a in self.answers if a.result.problem is None]
 
 
 class TokenCounter:
@@ -153,7 +158,7 @@ class PeerArm:
                 raise PacelineError(f"it does not answer any more: {woken.problem}")
             before = await read_page(http)
             runner = CellRunner(
-                client, load, max_s=max_s, drain_s=self.timeout_s, num_tries=_NUM_TRIES, rng=random.Random(0),
+                client, load, max_s=max_s, drain_s=max(max_s, self.timeout_s), num_tries=_NUM_TRIES, rng=random.Random(0),
                 on_answer=lambda _: None,
             )  # fmt: skip
             run = await runner.run(requests)

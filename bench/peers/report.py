@@ -53,15 +53,16 @@ def _arm(turns: Sequence[Turn], counter: TokenCounter) -> dict[str, Any]:
         [t.num_rounds + t.num_accepted_tokens for t in turns if t.num_rounds], [t.num_rounds for t in turns if t.num_rounds]
     )  # fmt: skip
     return {
-        "num_requests": len(answers), "num_whole": len(whole), "problems": dict(Counter(str(r.kind) for r in broken)),
+        "num_requests": len(answers), "num_whole": len(whole),
+        "num_refusals": sum(a.num_refused for turn in turns for a in turn.answers), "problems": dict(Counter(str(r.kind) for r in broken)),
         "examples": {str(r.kind): r.problem for r in reversed(broken)},
         "num_tokens": sum(map(sum, tokens)), "seconds": round(sum(t.seconds for t in turns), 3),
         "tokens_per_s": ratio_with_interval([sum(n) for n in tokens], [t.seconds for t in turns], digits=2),
         "request_tokens_per_s": ratio_with_interval(
-            [sum(n) for n in tokens], [sum(r.ended_s - r.began_s for r in t.whole) for t in turns], digits=2
+            [sum(n) for n in tokens], [sum(a.result.ended_s - a.due_s for a in t.whole_answers) for t in turns], digits=2
         ),
         "ttft_ms": percentiles_with_intervals(
-            [[r.ttft_s for r in t.whole if r.ttft_s is not None] for t in turns], _TTFT_POINTS
+            [[s - a.due_s for a in t.whole_answers if (s := a.first_token_s) is not None] for t in turns], _TTFT_POINTS
         ),
         "acceptance_length": rounds,
         "token_count": USAGE if len(with_usage) == len(whole) else TOKENIZER,

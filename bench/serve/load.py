@@ -205,9 +205,15 @@ class _Load:
 
 
 def has_failed(document: dict[str, Any]) -> bool:
-    """Whether a client saw an error, or a greedy answer changed by more than a near tie."""
+    """Whether a client saw an error, no answer was whole, or a greedy one changed by more than a near tie."""
     check = document["check"] or {}
-    return bool(document["num_errors"] or check.get("mismatch") or check.get("unexplained") or check.get("failed"))
+    return bool(
+        document["num_errors"]
+        or not document["num_whole"]
+        or check.get("mismatch")
+        or check.get("unexplained")
+        or check.get("failed")
+    )
 
 
 def _print(document: dict[str, Any], console: Console) -> None:

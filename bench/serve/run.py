@@ -180,8 +180,8 @@ async def _run(
 
 
 def has_failed(document: dict[str, Any]) -> bool:
-    """Whether any load saw an error; refusals for lack of room are counted apart."""
-    return any(cell["num_errors"] for cell in document["cells"])
+    """Whether any load saw an error, or nothing but refusals, which for lack of room are counted apart."""
+    return any(cell["num_errors"] or not cell["num_whole"] for cell in document["cells"])
 
 
 def print_serve_bench(document: dict[str, Any], console: Console) -> None:

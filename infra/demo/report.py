@@ -60,7 +60,7 @@ def result_table(result: dict) -> Table:
     return table
 
 
-def _within(bounds: list[float]) -> str:
+def within(bounds: list[float]) -> str:
     return f" (95%: {bounds[0]:.1f} to {bounds[1]:.1f})" if bounds[1] > bounds[0] else ""
 
 
@@ -68,11 +68,11 @@ def _cell_line(row: dict) -> str:
     """One version in one bucket: what it cost and what it saved there."""
     return (
         f"\n  {row['bucket'] or '-'}  {row['arm'] or '-'}  {row['version']}: spent {row['spent_s']:.1f} s, "
-        f"saved {row['saved_s']:.1f} s{_within([row['saved_low_s'], row['saved_high_s']])}"
+        f"saved {row['saved_s']:.1f} s{within([row['saved_low_s'], row['saved_high_s']])}"
     )
 
 
-def _priced(ledger: dict, price: float) -> str:
+def priced(ledger: dict, price: float) -> str:
     """What the ledger's net would be if a second of the trainer's core were worth one of serving."""
     if price in (0.0, 1.0):
         return ""
@@ -97,8 +97,8 @@ def summary_lines(result: dict) -> list[str]:
     cells = [_cell_line(row) for row in result["ledger_cells"] if row["version"] is not None]
     return [
         f"decisions: {len(result['decisions'])} logged, {len(acted)} acted on{''.join(done)}",
-        f"ledger: spent {ledger['spent_s']:.1f} s, saved {ledger['saved_s']:.1f} s{_within(result['saved_interval_s'])}, "
-        f"net {ledger['net_s']:+.1f} s of device time{_priced(ledger, result['trainer_price'])}{''.join(cells)}",
+        f"ledger: spent {ledger['spent_s']:.1f} s, saved {ledger['saved_s']:.1f} s{within(result['saved_interval_s'])}, "
+        f"net {ledger['net_s']:+.1f} s of device time{priced(ledger, result['trainer_price'])}{''.join(cells)}",
         f"swaps: {swaps['count']}, pause p50 {_cell(swaps['pause_ms_p50'])} ms, p99 {_cell(swaps['pause_ms_p99'])} ms, "
         f"requests dropped {swaps['requests_dropped']}",
         f"lossless: {lossless['checked']} greedy tokens checked in fp32, {lossless['near_ties']} near ties within "
@@ -113,8 +113,10 @@ def closing_sentence(result: dict) -> str:
     ledger, phases = result["ledger"], result["phases"]
     told, learned = [], {p["bucket"] for p in phases if p["own_version_s"] is not None}
     if learned:
-        spent_s, saved = ledger["spent_s"], f"{ledger['saved_s']:.1f} s{_within(result['saved_interval_s'])}"
-        told.append(f"learning {', '.join(sorted(learned))} took {spent_s:.1f} s of device time and saved {saved}")
+        spent_s, saved = ledger["spent_s"], f"{ledger['saved_s']:.1f} s{within(result['saved_interval_s'])}"
+        told.append(
+            f"learning took {spent_s:.1f} s of device time in all, and {', '.join(sorted(learned))} saved {saved}"
+        )
     elif ended := [d.get("outcome") or "not ended" for d in result["decisions"] if d["action"] == "train"]:
         spent_s, brought = ledger["spent_s"], "a version too late" if {"accepted", "kept"} & {*ended} else "no version"
         told.append(f"{spent_s:.1f} s of device time brought {brought} (training jobs: {', '.join(ended)})")

@@ -504,13 +504,18 @@ def with_history(state: Snapshot, home: Path) -> Snapshot:
 
 
 def final_state(client: Client, signals: StopSignals, timeout_s: float = 20.0) -> Snapshot:
-    """Wait until produced feedback has been folded and no job runs, or the time is up."""
-    deadline, state = time.monotonic() + timeout_s, Snapshot()
+    """Wait until produced feedback has been folded and no job runs, or the time is up. Raises: PacelineError without any state."""
+    deadline, state = time.monotonic() + timeout_s, None
     while time.monotonic() < deadline:
         signals.check()
-        state = client.state() or state
-        sent = state.feedback
-        if state.job is None and sent.produced <= sent.delivered + sent.dropped:
-            break
+        found = client.state()
+        if found is not None and (found.has_controller or not found.is_adaptive):  # else it has none of the figures
+            state, sent = found, found.feedback
+            if state.job is None and sent.produced <= sent.delivered + sent.dropped:
+                break
         time.sleep(0.5)
+    if state is None:
+        raise PacelineError(
+            f"the service did not tell its state within {timeout_s:g} s of its end: there are no figures"
+        )
     return state

@@ -24,6 +24,7 @@ from paceline.contracts import Group
 from paceline.errors import ConfigError, PacelineError
 from paceline.infra.controller.snapshot import Snapshot, parse_state
 from paceline.infra.demo.diary import Answer
+from paceline.infra.demo.report import priced, within
 from paceline.infra.demo.scenario import PlannedRequest
 from paceline.infra.demo.stats import DemoStats, totals
 from paceline.infra.engines.vllm_server import VllmServer
@@ -241,7 +242,7 @@ def _result(
         "decisions": [plain(d) | {"t_s": round(schedule.at(d.ts), 2)} for d in state.decisions],
         "rollout": plain(state.rollout), "notes": plain(state.notes),
         "ledger": plain(state.ledger), "ledger_cells": plain(state.ledger_cells),
-        "saved_interval_s": list(state.saved_interval_s),
+        "saved_interval_s": list(state.saved_interval_s), "trainer_price": options.trainer_price,
         "swaps": {
             "count": engine["num_switches"], "pause_ms_p50": float(np.median(pauses)) if pauses else None,
             "requests_mixed": engine["num_mixed"], "requests_dropped": len(stats.failures),
@@ -272,7 +273,8 @@ def _show(result: dict, console: Console) -> None:
         f"decisions: {len(result['decisions'])} logged, {len(acted)} acted on",
         *(f"  t={d['t_s']:.0f} s  {d['action']} {d.get('arm') or d.get('version') or ''} ({d.get('outcome') or 'done'}): {d['reason']}" for d in acted),
         *(f"  {note['text']}" for note in result["notes"] if "guard" in note["text"] or "canary" in note["text"]),
-        f"ledger: spent {ledger['spent_s']:.1f} s, saved {ledger['saved_s']:.1f} s, net {ledger['net_s']:+.1f} s",
+        f"ledger: spent {ledger['spent_s']:.1f} s, saved {ledger['saved_s']:.1f} s{within(result['saved_interval_s'])}, "
+        f"net {ledger['net_s']:+.1f} s{priced(ledger, result['trainer_price'])}",
         f"drafters exchanged: {swaps['count']}, {swaps['requests_mixed']} requests lived through one, "
         f"requests dropped {swaps['requests_dropped']}",
         f"lossless: {lossless['checked']} greedy tokens checked in fp32, {lossless['near_ties']} near ties, "

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import hashlib
 import logging
+import os
 import shutil
 import threading
 import time
@@ -27,6 +28,8 @@ _TICK_S, _MOST_AWAY_S = 0.5, 60.0
 _KEPT_FOLDERS = 8
 """Exported versions that stay on the disk, so that a recall need not export again."""
 _HELD = "held"
+_TRY_S = 2.0
+"""How long a folder that is held is tried: one that begins beside this one looks whether anybody is there."""
 """File of a replica's folder that it holds a lock on: one that starts again may have another name."""
 
 
@@ -68,23 +71,41 @@ class OneDrafterEngine(Protocol):
         """Whether the service trains beside this engine."""
 
 
+def _lock(folder: Path) -> IO[bytes] | None:
+    """The folder's file, locked; None where another process holds it, or has deleted it meanwhile for nobody's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        held = (folder / _HELD).open("ab")
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        is_there = os.path.samestat(os.fstat(held.fileno()), (folder / _HELD).stat())
+    except (BlockingIOError, FileNotFoundError):
+        is_there = False
+    except OSError:  # a file system without locks, where nothing is deleted
+        is_there = True
+    if not is_there:
+        held.close()
+        return None
+    return held
+
+
 def hold(folder: Path) -> IO[bytes]:
     """Hold a replica's folder for this process until what is returned is closed, and delete those of replicas that are gone.
 
     Raises: ConfigError where another process holds it: two would take turns at one engine.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    held = (folder / _HELD).open("ab")
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as e:
-        held.close()
-        raise ConfigError(
-            f"{folder} must be one process's: another one drives {folder.name} (a second `paceline attach`, or a further API "
-            "server of one vLLM)"
-        ) from e
-    except OSError:  # a file system without locks, where nothing is deleted
-        pass
+    held, until = None, time.monotonic() + _TRY_S
+    while held is None:
+        held = _lock(folder)
+        if held is None and time.monotonic() > until:
+            raise ConfigError(
+                f"{folder} must be one process's: another one drives {folder.name} (a second `paceline attach`, or a further "
+                "API server of one vLLM)"
+            )
+        if held is None:
+            time.sleep(0.05)
     for other in folder.parent.glob(f"*/{_HELD}"):
         if other.parent != folder:
             with contextlib.suppress(OSError), other.open("r+b") as file:

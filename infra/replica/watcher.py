@@ -23,6 +23,7 @@ from paceline.infra.controller.jobs import read_lease
 from paceline.infra.controller.store import Deeds
 from paceline.infra.state.desired import read_classes, read_desired, write_report
 from paceline.infra.state.redis_clients import OUTAGE_ERRORS, Breaker, Keys, producer_client
+from paceline.infra.state.redis_clock import RedisClock
 from paceline.machine import Clock, SystemClock
 
 logger = logging.getLogger(__name__)
@@ -200,6 +201,8 @@ class ReplicaWatcher:
             desired = read_desired(self._client, self._keys)
             is_training = read_lease(self._client, self._keys) is not None
             self._follow_classes()
+            if isinstance(self._clock, RedisClock):  # windows of time go by it, however long the process lives
+                self._clock.try_to_look(self._client)
         except OUTAGE_ERRORS as e:
             self._note_outage(e)
             return False

@@ -68,7 +68,8 @@ class PacelineEndpoint:
             return
         speculation, clock = config.speculative_config, RedisClock()
         target_version = await asyncio.to_thread(target_version_of, config.model_config.model)
-        await asyncio.to_thread(clock.try_to_look, producer_client(settings.redis_url))
+        with producer_client(settings.redis_url) as client:
+            await asyncio.to_thread(clock.try_to_look, client)
         facts = EngineFacts(
             kind="vllm", engine_version=_vllm_version(), draft_shape="chain",
             max_draft_tokens=speculation.num_speculative_tokens, group_unit="time", window_s=settings.window_s,

@@ -21,6 +21,7 @@ from paceline.infra.engines.windows import RecentRows
 from paceline.infra.replica.feedback import FeedbackPublisher
 from paceline.infra.state.redis_clients import Keys
 from paceline.infra.state.redis_clock import RedisClock
+from paceline.machine import SystemClock
 from paceline_vllm.capture import Ended
 from paceline_vllm.settings import Settings, settings_of, target_version_of
 
@@ -144,7 +145,7 @@ class RoundLog:
         Args:
             began: when it was scheduled, s of the monotonic clock.
         """
-        end, now = time.perf_counter(), time.time()
+        end, now = time.perf_counter(), SystemClock().now()  # the publisher's, which knows how far off it is
         step_ms = 1e3 * (end - max(began, self._last_end))
         self._last_end = end
         rounds = [

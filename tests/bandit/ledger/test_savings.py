@@ -2,7 +2,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from paceline.bandit.ledger.savings import Savings
+from paceline.bandit.ledger.savings import HALF_LIFE_S, Savings
 from tests.helpers.epochs import epoch, stats
 
 
@@ -106,3 +106,15 @@ def test_tokens_of_a_time_without_a_holdback_are_valued_as_those_beside_one():
             booked += savings.close(epoch(number, *parts), "v0")
         later = sum(b.num_tokens for b in booked) * 0.002
         assert abs(sum(b.seconds for b in booked) - later) < 0.25 * later, has_waited
+
+
+def test_hours_without_a_holdback_are_not_valued_by_its_first_requests():
+    rng, savings = np.random.default_rng(9), Savings()
+    for number in range(360):
+        savings.close(epoch(number, stats("adaptive", "v1", 0.005, 40, rng)), "v0")
+    waiting = savings.adaptive["a"]["v1"].waiting_tokens
+    parts = (stats("adaptive", "v1", 0.005, 40, rng), stats("static", "v0", 0.005, 4, rng))
+    span = epoch(0).end - epoch(0).start
+    assert waiting <= 1.2 * parts[0].num_tokens * HALF_LIFE_S / span
+    booked = savings.close(epoch(360, *parts), "v0")
+    assert sum(b.num_tokens for b in booked) <= waiting + parts[0].num_tokens

@@ -1,10 +1,11 @@
 """A forced replay does what the log did, whoever is asked; from the hand-over on the policy decides."""
 
+import msgspec
 import pytest
 
 from paceline.bandit.off_policy.forced import ForcedWorld, epochs_by_step
 from paceline.bandit.off_policy.log import logged_orders
-from paceline.bandit.replay.logged import logged_outcomes, logged_settings
+from paceline.bandit.replay.logged import logged_outcomes, logged_settings, prepare
 from paceline.bandit.replay.simulate import policy_config
 
 
@@ -45,6 +46,21 @@ def test_what_the_replay_believes_is_what_the_service_believed(served):
             assert rebuilt["fresh_rows"] == belief["fresh_rows"]
             compared += 1
     assert compared >= 1
+
+
+def test_tokens_of_a_text_drafter_are_no_device_time_of_a_version(served):
+    """They are in no traffic; a log with as many again replays to the same, and to never buying is nothing lost."""
+    service, _ = served
+    epochs = [
+        msgspec.structs.replace(
+            e, cells=[msgspec.structs.replace(c, num_tokens=2 * c.num_tokens, text_tokens=c.num_tokens) for c in e.cells]
+        )
+        for e in service.log.epochs
+    ]  # fmt: skip
+    log = msgspec.structs.replace(service.log, epochs=epochs)
+    mixed = prepare(log, "log")
+    plain, other = (_forced(s, "never").follow() for s in (service, mixed))
+    assert other.net_s == pytest.approx(plain.net_s, abs=0.02 * abs(plain.never_s))
 
 
 def test_a_copy_runs_on_under_the_policy_and_leaves_the_original_alone(served):

@@ -24,6 +24,17 @@ def test_always_trains_the_dearest_arm_even_at_a_loss():
     assert choice.action == "train" and choice.job.arm.name == "full"
 
 
+@pytest.mark.parametrize("name", ["always", "interval"])
+def test_a_class_whose_jobs_are_frozen_keeps_no_other_from_training(name):
+    beliefs = {
+        "c": make_belief(fresh=2000),
+        "frozen": msgspec.structs.replace(make_belief(fresh=9000), bucket="frozen"),
+    }
+    choice = choose(name, beliefs=beliefs, jobs=(make_job(),))
+    assert choice.action == "train" and choice.job.bucket == "c"
+    assert choose(name, beliefs=beliefs, jobs=()).action == "hold"
+
+
 def test_interval_waits_for_its_period():
     assert choose("interval", since_job_s=60.0).code == "interval"
     assert choose("interval", since_job_s=121.0).action == "train"

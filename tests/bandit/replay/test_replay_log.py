@@ -50,6 +50,17 @@ def test_replaying_the_logged_policy_gives_about_what_the_service_got(served):
     assert replay_logged(service, "never", {}, 0).net_s == pytest.approx(0.0, abs=1e-6)
 
 
+def test_an_epoch_of_a_pause_is_as_long_in_the_replay_as_it_was(served):
+    log = read_log(served[0])
+    usual = prepare(log, "log").traffic
+    paused = log.epochs[20:40]
+    line = msgspec.structs.replace(paused[0], end=paused[-1].end, cells=[c for e in paused for c in e.cells])
+    found = prepare(msgspec.structs.replace(log, epochs=[*log.epochs[:20], line, *log.epochs[40:]]), "log").traffic
+    assert found.tokens.sum() == pytest.approx(usual.tokens.sum())
+    assert found.tokens.sum(1).max() <= usual.tokens.sum(1).max() * 1.01
+    assert found.tokens[20:40].sum() == pytest.approx(usual.tokens[20:40].sum())
+
+
 def test_a_job_that_the_log_holds_is_replayed_as_it_went(served):
     path, _ = served
     log = read_log(path)

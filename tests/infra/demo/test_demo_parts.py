@@ -443,7 +443,7 @@ def test_the_closing_sentence_tells_what_was_learned_what_came_back_and_what_was
     ]
     result["decisions"] += holds
     assert demo_report.closing_sentence(result) == (
-        "net +1.0 s: learning math took 1.0 s of device time and saved 2.0 s; facts was declined: It would save 0.1 s for 3 s; "
+        "net +1.0 s: learning took 1.0 s of device time in all, and math saved 2.0 s; facts was declined: It would save 0.1 s for 3 s; "
         "when math came back, its own version had answered after 1.2 s"
     )
     cells = result["ledger_cells"]
