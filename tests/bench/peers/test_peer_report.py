@@ -46,6 +46,14 @@ def test_tokens_are_those_of_the_usage_and_without_one_those_of_the_text(tmp_pat
     assert (wrong["usage_confirmed"], wrong["prompts_confirmed"], wrong["token_count"]) == (0, 0, "usage")
 
 
+def test_what_a_refused_client_waited_is_in_its_times(tmp_path):
+    late = answer("abcd", usage=4)
+    late.due_s, late.num_refused = 8.0, 3
+    found = row(tmp_path, own=[Turn(answers=(late,), seconds=3.0)])["arms"]["own"]
+    assert found["ttft_ms"]["p50"] == 2500.0 and found["num_refusals"] == 3
+    assert found["request_tokens_per_s"]["value"] == pytest.approx(4 / 3, abs=0.01)
+
+
 def test_lost_answers_count_time_but_no_tokens_and_have_an_example(tmp_path):
     turn = Turn(answers=(answer("abcd", usage=4), answer("ab", usage=2, problem="http_500: oops")), seconds=4.0)
     found = row(tmp_path, own=[turn])["arms"]["own"]

@@ -6,6 +6,8 @@ import itertools
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,13 +23,13 @@ from paceline.bench.common.workloads import Prompt
 from paceline.config import PolicyConfig, ServiceConfig
 from paceline.contracts import Decision, Group, LedgerEntry
 from paceline.errors import ConfigError, PacelineError
-from paceline.infra.controller.snapshot import LedgerSums, Snapshot
+from paceline.infra.controller.snapshot import FeedbackCounts, LedgerSums, Snapshot
 from paceline.infra.demo import report as demo_report
 from paceline.infra.demo import view as demo_view
 from paceline.infra.demo.day_report import day_dict, day_figure, kind_table, speedup
 from paceline.infra.demo.diary import Answer, open_diary
 from paceline.infra.demo.pools import bucket_pools, fitting_pools, kind_pools
-from paceline.infra.demo.run import DAY_TRACES, DemoOptions, Schedule, demo_config, pools_of, with_history
+from paceline.infra.demo.run import DAY_TRACES, DemoOptions, Schedule, demo_config, final_state, pools_of, with_history
 from paceline.infra.demo.scenario import (
     DAY_GROUPS,
     GROUP_PATTERN,
@@ -366,6 +368,24 @@ def test_decisions_and_entries_that_a_snapshot_has_no_more_are_read_from_the_log
     assert [d.decision_id for d in whole.decisions] == [0, 1, 2, 3, 4] and whole.decisions[1].outcome == "accepted"
     assert [e.seconds for e in whole.ledger_entries] == [0.0, 1.0, 2.0, 3.0, 4.0], "none that came behind the snapshot"
     assert with_history(state, tmp_path / "nowhere") == state
+
+
+def test_the_last_state_of_a_demo_is_one_with_figures():
+    sent = Snapshot(ts=1.0, has_controller=True, feedback=FeedbackCounts(produced=5, delivered=3))
+    done = replace(sent, feedback=FeedbackCounts(produced=5, delivered=5))
+    signals: Any = SimpleNamespace(check=lambda: None)
+
+    def last(*states: Snapshot | None, timeout_s: float = 3.0) -> Snapshot:
+        given = iter(states)
+        client: Any = SimpleNamespace(state=lambda: next(given, None))
+        return final_state(client, signals, timeout_s)
+
+    assert last(None, Snapshot(), sent, None, done) == done
+    assert last(sent, Snapshot(), timeout_s=1.2) == sent, "a state without a controller has no ledger"
+    fixed = Snapshot(is_adaptive=False)
+    assert last(fixed) == fixed
+    with pytest.raises(PacelineError, match="there are no figures"):
+        last(None, Snapshot(), timeout_s=0.8)
 
 
 def test_saving_is_the_static_time_of_the_adaptive_tokens_minus_the_time_taken():

@@ -1,12 +1,17 @@
 """Driver of an engine with one drafter: windows are followed, what is refused or away is not taken for something else."""
 
+import fcntl
 import itertools
+import os
+import shutil
 import threading
+import time
 
 import pytest
 
 from paceline.contracts import DesiredState, EngineFacts, Group, window_name
 from paceline.errors import ConfigError, DrafterMismatchError, EngineAwayError
+from paceline.infra.engines import one_drafter
 from paceline.infra.engines.one_drafter import Looked, OneDrafterDriver, hold
 from paceline.infra.engines.windows import served_now
 from paceline.machine import ManualClock
@@ -293,3 +298,26 @@ def test_an_end_waits_for_a_publication_and_none_begins_after_it(driver, engine,
     with pytest.raises(EngineAwayError, match="its agent ends"):
         driver.publish(drafters.other)
     assert engine.calls[-1][0] == drafters.first
+
+
+def test_a_folder_that_another_one_looked_at_for_a_moment_is_held_all_the_same(tmp_path, monkeypatch):
+    """One that begins deletes what nobody holds: between this one's opening and its lock that may be its own folder."""
+    folder = tmp_path / "all" / "a"
+    folder.mkdir(parents=True)
+    looking = (folder / "held").open("ab")
+    fcntl.flock(looking, fcntl.LOCK_EX)
+
+    def tidy_up() -> None:
+        time.sleep(0.3)
+        shutil.rmtree(folder)
+        looking.close()
+
+    thread = threading.Thread(target=tidy_up)
+    thread.start()
+    held = hold(folder)
+    thread.join()
+    assert os.path.samestat(os.fstat(held.fileno()), (folder / "held").stat())
+    monkeypatch.setattr(one_drafter, "_TRY_S", 0.2)
+    with pytest.raises(ConfigError, match="one process's"):
+        hold(folder)
+    held.close()

@@ -16,6 +16,7 @@ from paceline.infra.replica.span_target import SpanTarget
 from paceline.infra.replica.watcher import ReplicaWatcher
 from paceline.infra.state.desired import commit_desired, ensure_first_version, read_reports
 from paceline.infra.state.redis_clients import Breaker, patient_client
+from paceline.infra.state.redis_clock import RedisClock
 from paceline.infra.state.redis_server import EmbeddedRedis
 from tests.helpers.collector import Collector
 from tests.helpers.hanging import Hanging
@@ -128,6 +129,12 @@ def test_first_pass_takes_the_generation_without_a_swap(shared_redis, client, ke
     assert w.reconcile()
     assert (w.gen, w.version, slots.calls) == (1, "v1", [])
     assert read_reports(client, keys)[0].gen == 1
+
+
+def test_a_clock_that_goes_by_redis_is_read_as_long_as_the_watcher_lives(shared_redis, client, keys, seeded):
+    clock = RedisClock()
+    w = watcher(shared_redis.url, keys, Slots(), clock=clock)
+    assert w.reconcile() and clock.is_set
 
 
 def test_new_generation_is_staged_published_and_reported(shared_redis, client, keys, seeded):
