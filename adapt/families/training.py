@@ -194,9 +194,8 @@ class TrainingRun:
                 self.model, batch, self.tables, self.loss, generator, trains_backbone=self._trains_backbone
             )
         self.optimizer.zero_grad()
-        if (
-            loss.requires_grad
-        ):  # else the batch teaches none of these parameters: no token of it is in the draft vocabulary
+        # a batch without a token of the draft vocabulary may teach none of these parameters
+        if loss.requires_grad:
             loss.backward()
         norm, value = float(torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)), float(report["loss"])
         if not (math.isfinite(value) and math.isfinite(norm)):

@@ -24,9 +24,9 @@ if TYPE_CHECKING:  # a controller handles no tensor
 
 log = logging.getLogger(__name__)
 MAX_STATES, MAX_BYTES, MAX_SMALL, MAX_RECORDS = 24, 2 * 2**30, 256, 1024
-"""Learners kept: the newest, and of others as many as all hold so many bytes, MAX_SMALL in all, since classes learn in turn and one that is
-forgotten has read its text in vain; a state takes about four times the bytes of the drafter's trained weights. And versions'
-records of what they have read, which are small."""
+"""Learners kept: the newest, and of others as many as all hold so many bytes, MAX_SMALL in all, since classes learn in turn
+and one that is forgotten has read its text in vain; a state takes about four times the bytes of the drafter's trained
+weights. And versions' records of what they have read, which are small."""
 _SUFFIX, _FORMAT = ".safetensors", 1
 
 
@@ -112,7 +112,7 @@ class LearnerStore:
         else:
             sums = itertools.accumulate((f.num_bytes for f in others), initial=len(data))
             num_kept = max(MAX_STATES, min(sum(size <= MAX_BYTES for size in sums), MAX_SMALL)) - 1
-        self._delete(old + others[max(num_kept, 0) :])
+        self._delete(old + others[num_kept:])
         delete_unfinished(self._fs, self._root, self._now())
 
     def _delete(self, files: list[_File]) -> None:

@@ -371,12 +371,8 @@ def _first_score(
         )  # fmt: skip
     except ShadowStoppedError:
         return None
-    except (
-        PacelineError,
-        OSError,
-        RuntimeError,
-        MemoryError,
-    ) as e:  # bookkeeping: the learner's gain is sure without it
+    # bookkeeping: the learner's gain is sure without it
+    except (PacelineError, OSError, RuntimeError, MemoryError) as e:
         log.warning("first drafter is not scored: %s", e)
         return None
     finally:

@@ -595,10 +595,8 @@ class WeightPool:
         for report in self._around.reports:
             kept |= {report.version, report.canary_version, *report.slots.values()}
         deltas = (m for m in self._stored() if m.delta_of is not None)
-        gone = {
-            *self._state.evicted,
-            *self._around.foreign,
-        }  # those of an earlier target hold nothing that nobody serves
+        # those of an earlier target hold nothing that nobody serves
+        gone = {*self._state.evicted, *self._around.foreign}
         return kept | {m.delta_of for m in deltas if m.version in kept or m.version not in gone}  # type: ignore[misc]
 
     def tend(self) -> None:

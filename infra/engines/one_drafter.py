@@ -28,9 +28,9 @@ _TICK_S, _MOST_AWAY_S = 0.5, 60.0
 _KEPT_FOLDERS = 8
 """Exported versions that stay on the disk, so that a recall need not export again."""
 _HELD = "held"
+"""File of a replica's folder that it holds a lock on: one that starts again may have another name."""
 _TRY_S = 2.0
 """How long a folder that is held is tried: one that begins beside this one looks whether anybody is there."""
-"""File of a replica's folder that it holds a lock on: one that starts again may have another name."""
 
 
 class Staged(NamedTuple):

@@ -160,13 +160,13 @@ class DashboardRoutes:
 
     async def export(self, name: str, request: Request) -> Response:
         self.access.check_read(request)
-        document = await self.feed.run(self.feed.whole)
         stem, _, kind = name.rpartition(".")
         saved_as = {"Content-Disposition": f'attachment; filename="paceline-{stem}.{kind}"'}
         if name == "dashboard.json":
-            return _json(as_json(document), saved_as)
+            return _json(as_json(await self.feed.run(self.feed.whole)), saved_as)
         if kind != "csv" or stem not in TABLES:
             raise HTTPException(404, f"export must be dashboard.json or one of {', '.join(f'{t}.csv' for t in TABLES)}")
+        document = await self.feed.run(self.feed.whole if stem == "traffic" else self.feed.document)
         columns, rows = TABLES[stem]
         body = await self.feed.run(lambda: as_csv(rows(document), columns))
         headers = {**HEADERS, "Cache-Control": "no-store", **saved_as}

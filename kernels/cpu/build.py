@@ -177,16 +177,11 @@ def _compile(compiler: list[str], variants: dict[str, tuple[str, ...]], room: Pa
                 refused[name] = e
     if not variants.keys() - refused:
         raise next(iter(refused.values()))
-    link = [
-        *compiler,
-        "-shared",
-        *(str(room / f"{n}.o") for n in jobs if n not in refused),
-        "-o",
-        str(room / NAME),
-        "-lpthread",
-    ]
+    objects = [str(room / f"{n}.o") for n in jobs if n not in refused]
+    link = [*compiler, "-shared", *objects, "-o", str(room / NAME), "-lpthread"]
+    has_static = "ziglang" not in compiler and sys.platform == "linux"
     try:  # a wheel's library is for any machine
-        _run([*link, *(["-static-libstdc++", "-static-libgcc"] if _is_systems(compiler) else [])])
+        _run([*link, *(["-static-libstdc++", "-static-libgcc"] if has_static else [])])
     except BuildError:  # Fedora and its kin have the static ones in a package of their own
         _run(link)
     return room / NAME, {isa: str(e) for isa, e in refused.items()}
@@ -198,10 +193,6 @@ def _knows(compiler: list[str], flags: tuple[str, ...]) -> bool:
     except BuildError:
         return False
     return True
-
-
-def _is_systems(compiler: list[str]) -> bool:
-    return "ziglang" not in compiler and sys.platform == "linux"
 
 
 def _run(command: list[str]) -> None:

@@ -488,9 +488,8 @@ def _filter(weights: torch.Tensor, owner: torch.Tensor, batch: SamplingBatch) ->
     kept, surplus = _kept(weights, ordered, num)
     if bool((surplus > 0).any()):
         kept = _without_surplus(weights, ordered, num, kept, surplus)
-    return weights * (
-        kept | (num >= vocab)[:, None]
-    )  # a row of which all stays may have more tokens than were looked at
+    # a row of which all stays may have more tokens than were looked at
+    return weights * (kept | (num >= vocab)[:, None])
 
 
 def _sorts_on_host(weights: torch.Tensor) -> bool:
